@@ -1,0 +1,28 @@
+"""One pre-norm block: x + mixer(norm(x)), then + mlp(norm(x)), with TransformerLens's residual-stream hook names."""
+
+from __future__ import annotations
+
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformer_lens.hook_points import HookPoint
+
+from models.config import HybridConfig
+from models.mixers import build_mixer
+from models.mlp import SwiGLU
+from models.norm import RMSNorm
+
+
+class Block(nn.Module):
+    def __init__(self, config: HybridConfig, layer: int, impl: str):
+        super().__init__()
+        self.ln1 = RMSNorm(config.d_model, config.rms_eps)
+        self.attn = build_mixer(config, layer, impl)
+        self.ln2 = RMSNorm(config.d_model, config.rms_eps)
+        self.mlp = SwiGLU(config.d_model, config.d_ffn)
+        for name in ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post"):
+            setattr(self, f"hook_{name}", HookPoint())
+
+    def forward(self, x: Float[Tensor, "B T D"], positions: Int[Tensor, " T"]) -> Float[Tensor, "B T D"]:
+        x = self.hook_resid_pre(x)
+        x = self.hook_resid_mid(x + self.hook_attn_out(self.attn(self.ln1(x), positions)))
+        return self.hook_resid_post(x + self.hook_mlp_out(self.mlp(self.ln2(x))))

@@ -1,0 +1,93 @@
+"""HybridLM: a causal language model of any mixture of attention and recurrent layers, with TransformerLens hook points.
+
+    x_0 = E[ids];  x_{l+1} = x_l + mixer_l(norm x_l) + mlp_l(norm .);  logits = U norm(x_L)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformer_lens import HookedRootModule
+from transformer_lens.hook_points import HookPoint
+
+from models.block import Block
+from models.config import HybridConfig
+from models.layers import Layer, Path
+from models.mixers import paths_of
+from models.norm import RMSNorm
+
+IMPLS = ("torch", "naive")
+INIT_STD = 0.02
+
+
+class HybridLM(HookedRootModule):
+    """Freshly initialised from torch's global generator; see models.load for trained weights.
+
+    `impl` chooses who computes the kernels ("torch", or "naive" for the float64 law); None means "torch".
+    `tokenizer` is None unless a checkpoint brought one.
+    """
+
+    def __init__(self, config: HybridConfig, impl: str | None = None):
+        super().__init__()
+        impl = "torch" if impl is None else impl
+        if impl not in IMPLS:
+            raise ValueError(f"impl is {impl!r}; this build has {', '.join(IMPLS)}.")
+        self.config = config
+        self.impl = impl
+        self.tokenizer: Any = None
+        self.embed = nn.Embedding(config.vocab_size, config.d_model)
+        self.hook_embed = HookPoint()
+        self.blocks = nn.ModuleList(Block(config, layer, impl) for layer in range(config.n_layers))
+        self.ln_final = RMSNorm(config.d_model, config.rms_eps)
+        self.unembed = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.reset_parameters()
+        self.setup()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """GPT-2's scheme: normal(0.02), projections into the residual stream divided by sqrt(2 L)."""
+        out_std = INIT_STD / (2 * self.config.n_layers) ** 0.5
+        self.embed.weight.normal_(0.0, INIT_STD)
+        self.unembed.weight.normal_(0.0, INIT_STD)
+        for block in self.blocks:
+            block.attn.reset_parameters(INIT_STD, out_std)
+            block.mlp.gate_proj.weight.normal_(0.0, INIT_STD)
+            block.mlp.up_proj.weight.normal_(0.0, INIT_STD)
+            block.mlp.down_proj.weight.normal_(0.0, out_std)
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """One description per block; "full" and "efficient" select paths of these, not layers."""
+        described = []
+        for index, block in enumerate(self.blocks):
+            mixers = paths_of(block.attn)
+            paths = tuple(Path(mixer.kind, mixer.n_heads, mixer.window) for mixer in mixers)
+            described.append(Layer(index, block.attn.kind, paths, mixers, block))
+        return tuple(described)
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed.weight.dtype
+
+    def num_parameters(self, embeddings: bool = True) -> int:
+        """Trainable numbers; `embeddings=False` leaves out embedding and unembedding, as the paper's N does."""
+        total = sum(parameter.numel() for parameter in self.parameters())
+        return total if embeddings else total - self.embed.weight.numel() - self.unembed.weight.numel()
+
+    def final_hidden(self, inputs: Int[Tensor, "B T"] | Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
+        """The residual stream after the final norm: what `unembed` takes. Floating inputs are embeddings."""
+        x = self.hook_embed(inputs if inputs.is_floating_point() else self.embed(inputs))
+        positions = torch.arange(x.shape[1], device=x.device)
+        for block in self.blocks:
+            x = block(x, positions)
+        return self.ln_final(x)
+
+    def forward(self, inputs: Int[Tensor, "B T"] | Float[Tensor, "B T D"]) -> Float[Tensor, "B T vocab"]:
+        return self.unembed(self.final_hidden(inputs))

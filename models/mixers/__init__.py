@@ -1,0 +1,33 @@
+"""Token mixers, one per file, built from a layer's kind."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from models.config import HybridConfig
+from models.mixers.attention import FullAttention
+from models.mixers.gdn import GatedDeltaNet
+from models.mixers.headwise import HeadwiseMixer
+from models.mixers.lightning import Lightning
+from models.mixers.mamba2 import Mamba2
+from models.mixers.mixer import Mixer
+from models.mixers.sliding_window import SlidingWindowAttention
+
+MIXERS: dict[str, type[Mixer]] = {
+    mixer.kind: mixer for mixer in (FullAttention, SlidingWindowAttention, Lightning, Mamba2, GatedDeltaNet)
+}
+
+
+def build_mixer(config: HybridConfig, layer: int, impl: str) -> nn.Module:
+    kind = config.layer_kinds[layer]
+    if kind != "headwise":
+        return MIXERS[kind](config, config.n_heads, config.n_kv_heads, layer, impl)
+    heads, kv_heads = config.n_heads // 2, max(1, config.n_kv_heads // 2)
+    return HeadwiseMixer(
+        FullAttention(config, heads, kv_heads, layer, impl), MIXERS[config.efficient](config, heads, kv_heads, layer, impl)
+    )
+
+
+def paths_of(mixer: nn.Module) -> tuple[Mixer, ...]:
+    """The parallel mixers of a layer: one, or (full, efficient) when head-wise."""
+    return (mixer.full, mixer.efficient) if isinstance(mixer, HeadwiseMixer) else (mixer,)  # type: ignore[return-value]

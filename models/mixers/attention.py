@@ -1,0 +1,57 @@
+"""Softmax attention with grouped kv heads, rotary or no positions: o_t = sum_s softmax_s(q_t . k_s / sqrt(K)) v_s (eq. 1)."""
+
+from __future__ import annotations
+
+import torch
+from einops import rearrange, repeat
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformer_lens.hook_points import HookPoint
+
+from kernels.attention import Band, attention, attention_pattern
+from models.config import HybridConfig
+from models.mixers.mixer import Mixer, listened
+from models.rope import rotate
+
+
+class FullAttention(Mixer):
+    """Every key s <= t is visible."""
+
+    kind = "full"
+
+    def __init__(self, config: HybridConfig, n_heads: int, n_kv_heads: int, layer: int, impl: str):
+        super().__init__(n_heads, n_kv_heads, impl)
+        self.d_head = config.d_head
+        self.rope_base = config.rope_base if self._rotates(config) else None
+        self.q_proj = nn.Linear(config.d_model, n_heads * config.d_head, bias=False)
+        self.k_proj = nn.Linear(config.d_model, n_kv_heads * config.d_head, bias=False)
+        self.v_proj = nn.Linear(config.d_model, n_kv_heads * config.d_head, bias=False)
+        self.o_proj = nn.Linear(n_heads * config.d_head, config.d_model, bias=False)
+        for name in ("q", "k", "v", "rot_q", "rot_k", "pattern", "z"):
+            setattr(self, f"hook_{name}", HookPoint())
+
+    @staticmethod
+    def _rotates(config: HybridConfig) -> bool:
+        return config.rope_on_full
+
+    def bands(self) -> tuple[Band, ...]:
+        """Which keys are visible: the layer's own window and every restriction in force, intersected."""
+        return tuple(Band(window=r.window, sinks=r.sinks) for r in self.restrictions)
+
+    def forward(self, x: Float[Tensor, "B T D"], positions: Int[Tensor, " T"]) -> Float[Tensor, "B T D"]:
+        query = self.hook_q(rearrange(self.q_proj(x), "B T (H K) -> B T H K", K=self.d_head))
+        key = self.hook_k(rearrange(self.k_proj(x), "B T (G K) -> B T G K", K=self.d_head))
+        value = self.hook_v(rearrange(self.v_proj(x), "B T (G V) -> B T G V", V=self.d_head))
+        if self.rope_base is not None:
+            query = self.hook_rot_q(rotate(query, positions, self.rope_base))
+            key = self.hook_rot_k(rotate(key, positions, self.rope_base))
+        z = self.hook_z(self._attend(query, key, value))
+        return self.o_proj(rearrange(z, "B T H V -> B T (H V)"))
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Float[Tensor, "B T H V"]:
+        if not listened(self.hook_pattern):
+            return attention(query=query, key=key, value=value, bands=self.bands(), impl=self.impl)
+        pattern = attention_pattern(query=query, key=key, value=value, bands=self.bands(), impl=self.impl)
+        pattern = self.hook_pattern(pattern)
+        value = repeat(value, "B S G V -> B S (G share) V", share=self.n_heads // self.n_kv_heads)
+        return torch.einsum("bhts,bshv->bthv", pattern.to(value.dtype), value)

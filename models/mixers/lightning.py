@@ -1,0 +1,68 @@
+"""Lightning attention, MiniMax's layer: S_t = gamma_h S_{t-1} + k_t v_t^T with a fixed decay per head (eq. 3).
+
+q, k, v pass through SiLU; the output is RMS-normalised over all heads, gated by a sigmoid and projected. No positions.
+"""
+
+from __future__ import annotations
+
+import torch
+from einops import rearrange
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models.config import HybridConfig
+from models.mixers.mixer import at_least_fp32
+from models.mixers.recurrent import ScalarDecayMixer
+from models.norm import RMSNorm
+
+
+def log_decays(convention: str, n_heads: int, layer: int, n_layers: int) -> Float[Tensor, " H"]:
+    """log gamma_h in nats per token, float32, under a named public convention.
+
+    alibi            -2^(-8(h+1)/H), no layer factor (default)
+    alibi-from-zero  -2^(-8h/H)
+    minimax          alibi times the layer factor 1 - l/(L-1+1e-5) + 1e-5
+    transnormer      -(8/H)(1 - l/L) h; head 0 never decays
+    """
+    head = torch.arange(n_heads, dtype=torch.float64)
+    alibi = -(2.0 ** (-8 * (head + 1) / n_heads))
+    if convention == "alibi":
+        slopes = alibi
+    elif convention == "alibi-from-zero":
+        slopes = -(2.0 ** (-8 * head / n_heads))
+    elif convention == "minimax":
+        slopes = alibi * (1 - layer / (n_layers - 1 + 1e-5) + 1e-5)
+    elif convention == "transnormer":
+        slopes = -(8 / n_heads) * (1 - layer / n_layers) * head
+    else:
+        raise ValueError(f"lightning slopes {convention!r} are unknown; see models.config.LIGHTNING_SLOPES.")
+    return slopes.float()
+
+
+class Lightning(ScalarDecayMixer):
+    kind = "lightning"
+
+    def __init__(self, config: HybridConfig, n_heads: int, n_kv_heads: int, layer: int, impl: str):
+        super().__init__(n_heads, n_heads, impl)  # MiniMax's layer has no grouped kv heads
+        inner = n_heads * config.d_head
+        for name in ("q_proj", "k_proj", "v_proj", "g_proj"):
+            setattr(self, name, nn.Linear(config.d_model, inner, bias=False))
+        self.norm = RMSNorm(inner, config.rms_eps)
+        self.o_proj = nn.Linear(inner, config.d_model, bias=False)
+        decays = log_decays(config.lightning_slopes, n_heads, layer, config.n_layers)
+        self.register_buffer("log_decay", decays, persistent=False)  # follows from the config
+
+    def _heads(self, projected: Tensor) -> Float[Tensor, "B T H K"]:
+        return rearrange(F.silu(projected), "B T (H K) -> B T H K", H=self.n_heads)
+
+    def forward(self, x: Float[Tensor, "B T D"], positions: Int[Tensor, " T"]) -> Float[Tensor, "B T D"]:
+        query = self.hook_q(self._heads(self.q_proj(x)))
+        key = self.hook_k(self._heads(self.k_proj(x)))
+        value = self.hook_v(self._heads(self.v_proj(x)))
+        decay = self.hook_log_decay(at_least_fp32(self.log_decay))
+        out = self.hook_recurrence_out(self.recur(query, key, value, decay))
+        gate = self.hook_gate_input(self.g_proj(x))
+        gated = torch.sigmoid(gate) * self.norm(rearrange(out, "B T H V -> B T (H V)"))
+        z = self.hook_z(rearrange(gated, "B T (H V) -> B T H V", H=self.n_heads))
+        return self.o_proj(rearrange(z, "B T H V -> B T (H V)"))

@@ -1,0 +1,17 @@
+"""Rotary position embedding (Su et al. 2021), rotating the halves of a head as Llama does."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+def rotate(x: Float[Tensor, "B T H K"], positions: Int[Tensor, " T"], base: float) -> Float[Tensor, "B T H K"]:
+    """x with each pair (x_i, x_{i+K/2}) turned by position * base^(-2i/K); angles in fp32, result in x's dtype."""
+    half = x.shape[-1] // 2
+    frequencies = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    angles = positions.to(torch.float32)[:, None] * frequencies
+    cos, sin = angles.cos()[None, :, None, :], angles.sin()[None, :, None, :]
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
