@@ -1,0 +1,126 @@
+"""Which layers carry long-range information? Restrict the receptive field of a group of layers and measure the harm.
+
+    python -m analyses.receptive_field ckpt/ --out results/receptive_field.h5
+
+Figure 3 of arXiv:2606.15378, with its confounds handled: every restriction is exact for every mixer (hooks.restrict);
+log(LongPPL) beside matched non-key tokens, all tokens and needle retrieval; paired intervals over documents and
+prompts; sinks; the floor of a model that is given the last w tokens only; and, per layer, whether the restriction could
+have mattered at all. Sizes in tokens, losses in nats.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from analyses import command_line
+from analyses.errors import InputError
+
+if TYPE_CHECKING:
+    from analyses.result import Result
+
+ANALYSIS = "receptive_field"
+GRID_WINDOWS = (1, 2, 4, 16, 64, 128, 256, 512, 1024, 2048)
+CPU_DOCUMENTS, CPU_PROMPTS, GPU_PROMPTS = 4, 24, 64
+
+
+@dataclass(frozen=True)
+class Config:
+    """Measure what each model loses when its full-attention or its efficient layers see only their last w tokens."""
+
+    paths: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="PATH [PATH ...]")]
+    """Checkpoint directories, or directories of them (architectures, or the steps of a run)."""
+    out: Path = Path("results/receptive_field.h5")
+    """The result (HDF5). A finished one of the same configuration is printed again, another one is never replaced."""
+    windows: tuple[int, ...] | None = None
+    """Visible tokens, self included; default: an eighth of the training length."""
+    sinks: tuple[int, ...] | None = None
+    """First tokens that stay visible beside the window; default: 0, with --grid 0 and 4 (softmax layers only)."""
+    reach: tuple[int, ...] = ()
+    """Also: tokens that a group may cross in all, split over its layers."""
+    grid: bool = False
+    """Everything: ten windows, 0 and 4 sinks, each single layer, the reach, the floor, all documents."""
+    documents: int | None = None
+    """Documents, those with the most key tokens; default: 4 on a CPU, all with --grid or on a GPU."""
+    prompts: int | None = None
+    """Needle prompts; default: 24 on a CPU, 64 with --grid or on a GPU."""
+    prompt_length: int | None = None
+    """Tokens of a needle prompt; default: half the training length on a CPU, all of it with --grid or on a GPU."""
+    haystack: str = "essay"
+    """Text round the needle: essay, repeat or noise."""
+    texts: Path | None = None
+    """Folder of own documents (NAME.txt); needs --key-tokens. Default: CPython modules that ship with the package."""
+    key_tokens: Path | None = None
+    """Folder of their key tokens (NAME.json), made by `python -m analyses.key_tokens`."""
+    device: str | None = None
+    """cpu or cuda; default: a GPU if there is one."""
+    dtype: str | None = None
+    """float32 or bfloat16; default: float32 on a CPU, the stored one on a GPU."""
+    impl: str | None = None
+    """Who computes the kernels; default: the device's."""
+    seed: int = 0
+    """Of the prompts and of the bootstrap."""
+    overwrite: bool = False
+    """Replace a result of another configuration."""
+
+    def __post_init__(self) -> None:
+        for name in ("windows", "reach"):
+            for value in getattr(self, name) or ():
+                if value < 1:
+                    raise InputError(f"--{name} has {value}; expected tokens visible, self included: 1 or more")
+        for name in ("documents", "prompts", "prompt_length"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"--{name.replace('_', '-')} is {value}; expected 1 or more")
+        if any(value < 0 for value in self.sinks or ()):
+            raise InputError(f"--sinks has {min(self.sinks or ())}; expected 0 or more first tokens")
+
+
+def receptive_field(config: Config) -> Result:
+    """Runs the study, or what is missing of it, writes `config.out` and returns the stored result.
+
+    One group a checkpoint, named after it: condition x {document, prompt, layer} values and a summary with paired 95 %
+    bootstrap intervals (analyses.receptive_field_summary). Raises InputError before any model runs.
+    """
+    from analyses import distributed, provenance
+    from analyses.receptive_field_plan import Plan
+    from analyses.receptive_field_summary import join
+    from analyses.units import run_units
+
+    with distributed.session() as ranks:
+        plan = Plan(config, ranks.device)
+        return run_units(
+            plan.units(),
+            plan.compute,
+            lambda parts: join(plan, parts),
+            target=config.out,
+            analysis=ANALYSIS,
+            config=plan.identity(),
+            attributes=lambda: provenance.run_attributes(
+                checkpoints=plan.paths,
+                layer_kinds={name: [layer.kind for layer in plan.layers[name]] for name in plan.paths},
+                kernel_impl=plan.impl,
+                dtype=plan.dtype,
+                device=plan.device_name,
+                seed=config.seed,
+            ),
+            overwrite=config.overwrite,
+            ranks=ranks,
+        )
+
+
+def main(config: Config) -> None:
+    from analyses.distributed import is_first
+    from analyses.receptive_field_summary import table
+
+    result = receptive_field(config)
+    if is_first():
+        print(table(result))
+        print(config.out)
+
+
+if __name__ == "__main__":
+    command_line.run(main, Config, prog=f"python -m analyses.{ANALYSIS}")

@@ -1,0 +1,198 @@
+"""The units of a receptive-field study and how one is computed: checkpoint x condition x batch of documents or prompts."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import models
+from analyses import evaluation, provenance
+from analyses import receptive_field_measures as measures
+from analyses.conditions import Condition, build
+from analyses.errors import InputError
+from analyses.receptive_field import CPU_DOCUMENTS, CPU_PROMPTS, GPU_PROMPTS, GRID_WINDOWS, Config
+from analyses.result import Dataset, Variable
+
+DOCUMENT_BATCH, PROMPT_BATCH = 8, 64
+DTYPES = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+GRID_SINKS, GRID_LAYER_WINDOWS = (0, 4), (16,)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One piece of work. `part` is "documents", "prompts" or "effect"; rows are first .. last - 1 of its samples."""
+
+    checkpoint: str
+    part: str
+    condition: Condition
+    first: int = 0
+    last: int = 0
+
+    @property
+    def id(self) -> str:
+        return f"{self.checkpoint}/{self.condition.label}/{self.part} {self.first}-{self.last}"
+
+
+class Plan:
+    """Everything a run has decided before a model computes: checkpoints, conditions, samples. Bad input ends here."""
+
+    def __init__(self, config: Config, device: str):
+        self.config = config
+        self.device = torch.device(config.device or device)
+        self.on_gpu = self.device.type == "cuda"
+        if config.dtype not in DTYPES:
+            raise InputError(f"--dtype is {config.dtype!r}; expected float32 or bfloat16")
+        self.paths = _named(config.paths)
+        self.layers: dict[str, Any] = {}
+        self.contexts: dict[str, int] = {}
+        self.tokenizers: dict[str, Any] = {}
+        for name, path in self.paths.items():
+            self._look_at(name, path)
+        large = config.grid or self.on_gpu
+        count = config.documents or (None if large else CPU_DOCUMENTS)
+        self.documents = evaluation.documents(config.texts, config.key_tokens, count)
+        self.n_prompts = config.prompts or (GPU_PROMPTS if large else CPU_PROMPTS)
+        self.large = large
+        self.conditions = {name: self._conditions(name) for name in self.paths}
+        self.prompts = {name: self._prompts(name) for name in self.paths}
+
+    def _look_at(self, name: str, path: Path) -> None:
+        """Loads once to refuse what cannot be studied, and keeps what the plan needs to know."""
+        model = models.load(path, device="cpu", impl=self.config.impl)
+        if not isinstance(model, models.HybridLM):
+            raise InputError(f"{path} is a Hugging Face checkpoint; receptive fields can be restricted in native ones only")
+        if model.tokenizer is None:
+            raise InputError(f"{path} has no tokenizer.json; documents and prompts need one")
+        self.layers[name], self.contexts[name] = model.layers, model.config.context_length
+        self.tokenizers[name], self.impl = model.tokenizer, model.impl
+        stored = "float32" if not self.on_gpu else str(_stored_dtype(path)).removeprefix("torch.")
+        self.dtype = self.config.dtype or stored
+        self.device_name = torch.cuda.get_device_name(self.device) if self.on_gpu else "cpu"
+
+    def _conditions(self, name: str) -> list[Condition]:
+        config, context = self.config, self.contexts[name]
+        default = max(1, context // 8)
+        windows = config.windows or (tuple(w for w in GRID_WINDOWS if w < context) if config.grid else (default,))
+        sinks = config.sinks or (GRID_SINKS if config.grid else (0,))
+        layer_windows = tuple(dict.fromkeys((default, *GRID_LAYER_WINDOWS))) if config.grid else ()
+        reaches = config.reach or ((default,) if config.grid else ())
+        found = build(windows, sinks, layer_windows, len(self.layers[name]), reaches, floors=config.grid)
+        if config.sinks and any(config.sinks):
+            for condition in found:
+                if condition.sinks and (reason := condition.not_applicable(self.layers[name])):
+                    if reason.startswith("no "):
+                        continue
+                    raise InputError(f"{self.paths[name]}: {condition.label}: {reason}; use --sinks 0")
+        return found
+
+    def _prompts(self, name: str) -> Any:
+        context = self.contexts[name]
+        length = self.config.prompt_length or (context if self.large else context // 2)
+        settings = {"length": length, "n": self.n_prompts, "seed": self.config.seed, "haystack": self.config.haystack}
+        return evaluation.prompts(self.tokenizers[name], settings)
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the data: settings as resolved, content of checkpoints and texts; not where files lie."""
+        return provenance.configuration(
+            self.config,
+            exclude=("out", "overwrite", "paths", "device", "texts", "key_tokens"),
+            checkpoints={name: provenance.checkpoint_sha256(path) for name, path in self.paths.items()},
+            document_names=[document.name for document in self.documents],
+            document_sha256=[document.key_tokens.text_sha256 for document in self.documents],
+            evaluators=sorted({document.key_tokens.evaluator for document in self.documents}),
+            n_prompts=self.n_prompts,
+            prompt_lengths={name: prompts.settings.length for name, prompts in self.prompts.items()},
+            resolved_dtype=self.dtype,
+            resolved_impl=self.impl,
+            device_type=self.device.type,
+        )
+
+    def measured(self, name: str) -> list[Condition]:
+        """The conditions that are run; one that changes nothing is copied from "none" instead."""
+        layers = self.layers[name]
+        return [c for c in self.conditions[name] if not c.not_applicable(layers) and not c.changes_nothing(layers)]
+
+    def effect_windows(self, name: str) -> list[int]:
+        return sorted({c.window for c in self.conditions[name] if c.group in ("full", "efficient", "layer") and c.window})
+
+    def units(self) -> dict[str, Unit]:
+        """In an order that loads each checkpoint once."""
+        found = []
+        for name in self.paths:
+            for condition in self.measured(name):
+                found += [Unit(name, "documents", condition, *rows) for rows in _batches(len(self.documents), DOCUMENT_BATCH)]
+                found += [Unit(name, "prompts", condition, *rows) for rows in _batches(self.n_prompts, PROMPT_BATCH)]
+            effect_documents = len(self.documents) if self.config.grid else 1
+            for window in self.effect_windows(name):
+                found.append(Unit(name, "effect", Condition("full", window=window), 0, effect_documents))
+        return {unit.id: unit for unit in found}
+
+    def compute(self, unit: Unit) -> Dataset:
+        model = self.model(unit.checkpoint)
+        if unit.part == "documents":
+            return self._document_unit(model, unit)
+        if unit.part == "prompts":
+            scores = measures.prompt_accuracy(model, unit.condition, self.prompts[unit.checkpoint][unit.first : unit.last])
+            return Dataset({
+                "correct": Variable(("prompt",), np.array([float(s[0]) for s in scores]), "1", "all digits right"),
+                "digits": Variable(("prompt",), np.array([s[1] for s in scores]), "1", "share of digits right"),
+            })  # fmt: skip
+        return self._effect_unit(model, unit)
+
+    def _document_unit(self, model: Any, unit: Unit) -> Dataset:
+        rows = [
+            measures.document_losses(model, unit.condition, document, self.contexts[unit.checkpoint])
+            for document in self.encoded(unit.checkpoint)[unit.first : unit.last]
+        ]
+        variables = {
+            name: Variable(("document",), np.array([row[name] for row in rows]), "nat", name)
+            for name in ("key_loss", "matched_loss", "loss")
+        }
+        buckets = np.array([row["bucket_loss"] for row in rows])
+        return Dataset({**variables, "bucket_loss": Variable(("document", "bucket"), buckets, "nat", "bucket_loss")})
+
+    def _effect_unit(self, model: Any, unit: Unit) -> Dataset:
+        layers = self.layers[unit.checkpoint]
+        groups = [g for g in ("full", "efficient") if not Condition(g, window=1).not_applicable(layers)]
+        effect = np.full((2, len(layers), unit.last), np.nan)
+        for row, document in enumerate(self.encoded(unit.checkpoint)[: unit.last]):
+            found = measures.layer_effects(model, groups, unit.condition.window, document)
+            for group, values in found.items():
+                for layer, value in values.items():
+                    effect[("full", "efficient").index(group), layer, row] = value
+        return Dataset({"effect": Variable(("group", "layer", "document"), effect, "1", "effect")})
+
+    @functools.lru_cache(maxsize=1)  # noqa: B019 (one plan a process)
+    def model(self, name: str) -> Any:
+        return models.load(self.paths[name], device=self.device, dtype=DTYPES[self.config.dtype], impl=self.config.impl)
+
+    @functools.cache  # noqa: B019 (one plan a process)
+    def encoded(self, name: str) -> list[evaluation.Encoded]:
+        return [evaluation.encode(document, self.tokenizers[name]) for document in self.documents]
+
+
+def _named(paths: tuple[Path, ...]) -> dict[str, Path]:
+    """{name: checkpoint}: the directory's name, with its parents' where two would be alike."""
+    if not paths:
+        raise InputError("no checkpoint given; name a checkpoint directory or a directory of them")
+    found = [checkpoint.resolve() for path in paths for checkpoint in models.find_checkpoints(path)]
+    found = list(dict.fromkeys(found))
+    depth = 1
+    while len({path.parts[-depth:] for path in found}) < len(found):
+        depth += 1
+    return {"_".join(path.parts[-depth:]).strip("/"): path for path in found}
+
+
+def _batches(count: int, size: int) -> list[tuple[int, int]]:
+    return [(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def _stored_dtype(path: Path) -> torch.dtype:
+    from models.safetensors_files import scan
+
+    return next(iter(scan(path).tensors().values())).dtype

@@ -1,0 +1,182 @@
+"""Pretraining on one device: bf16 autocast, AdamW, warm-up + stable + decay, checkpoints at log-spaced tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from models.checkpoint import save
+from models.hybrid_lm import HybridLM
+from models.presets import preset_from_name
+from models.pretrain.config import PretrainConfig, token_count
+from models.pretrain.data import TokenStream, prefetched
+from models.pretrain.schedule import checkpoint_steps, learning_rate_factor
+from models.pretrain.state import load_state, save_state
+from models.pretrain.validation import Validation
+from models.tokenizer import Tokenizer
+
+RUN, LOG = "run.json", "log.jsonl"
+BETAS = (0.9, 0.95)
+
+
+def pretrain(config: PretrainConfig) -> HybridLM:
+    """Trains, or resumes where the last checkpoint was, and returns the model, uncompiled and hookable.
+
+    Raises ValueError if the folder holds a run of another configuration, or corpus and preset do not fit.
+    """
+    run = Run(config)
+    try:
+        with run.compiled():
+            run.train()
+    finally:
+        run.close()
+    return run.model
+
+
+class Run:
+    """One training run: model, optimizer, data and log."""
+
+    def __init__(self, config: PretrainConfig):
+        self.config = config
+        self.device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        shape = preset_from_name(config.preset)
+        self.context = config.context or shape.context_length
+        shape = dataclasses.replace(shape, context_length=self.context)
+        tokenizer = Tokenizer.from_file(config.corpus / "tokenizer.json")
+        if tokenizer.vocab_size > shape.vocab_size:
+            raise ValueError(
+                f"{config.corpus}/tokenizer.json has {tokenizer.vocab_size} tokens; "
+                f"{config.preset} has a vocabulary of {shape.vocab_size}."
+            )
+        length = self.context + 1  # inputs and targets overlap but for one token
+        self.stream = TokenStream(config.corpus / "train.bin", length, config.seed, config.niah_share, tokenizer)
+        self.validation = Validation(config.corpus / "val.bin", length, tokenizer, self.device)
+        self.tokens_per_step = config.batch_size * self.context
+        self.steps = max(1, round(token_count(config.tokens) / self.tokens_per_step))
+        torch.manual_seed(config.seed)
+        self.model = HybridLM(shape).to(self.device).train()
+        self.model.tokenizer = tokenizer
+        self.optimizer = _adamw(self.model, config)
+        self._claim_folder()
+        self.progress = load_state(config.out, self.model, self.optimizer) or {"step": 0, "needles": 0, "seconds": 0.0}
+        self.log = (config.out / LOG).open("a")
+
+    def _claim_folder(self) -> None:
+        description = json.loads(json.dumps(dataclasses.asdict(self.config), default=str))
+        for field in ("out", "corpus", "device", "compile"):  # where and on what it runs does not change what it is
+            description.pop(field)
+        path = self.config.out / RUN
+        if path.exists():
+            found = json.loads(path.read_text())
+            if differing := sorted(key for key in description if found.get(key) != description[key]):
+                key = differing[0]
+                raise ValueError(
+                    f"{self.config.out} holds a run with {key} = {found.get(key)!r}, not {description[key]!r}; "
+                    "choose another --out."
+                )
+        else:
+            self.config.out.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(description, indent=1) + "\n")
+
+    @contextmanager
+    def compiled(self) -> Iterator[None]:
+        """Blocks and loss compiled inside only: a compiled block would ignore hooks that are added later."""
+        wanted = self.config.compile if self.config.compile is not None else self.device.type == "cuda"
+        self.loss_of = torch.compile(_loss) if wanted else _loss
+        if wanted:
+            for block in self.model.blocks:
+                block.compile()
+        try:
+            yield
+        finally:
+            for block in self.model.blocks:
+                block._compiled_call_impl = None
+
+    def train(self) -> None:
+        due = set(checkpoint_steps(self.steps, self.config.checkpoints))
+        first = self.progress["step"]
+        started, losses = time.perf_counter(), []
+        bar = tqdm(total=self.steps * self.tokens_per_step, initial=first * self.tokens_per_step,
+                   unit="tok", unit_scale=True, desc=self.config.preset, mininterval=1.0)  # fmt: skip
+        for step, (rows, needles) in enumerate(
+            prefetched(self.stream, first, self.steps, self.config.batch_size), start=first + 1
+        ):
+            losses.append(self._update(step, rows))
+            self.progress["needles"] += needles
+            bar.update(self.tokens_per_step)
+            if step % self.config.log_every == 0 or step in due:
+                loss = torch.stack(losses).mean().item()  # the only wait for the device
+                losses.clear()
+                seconds = self.progress["seconds"] + time.perf_counter() - started
+                self._write(step, seconds, loss=loss)
+                bar.set_postfix(loss=f"{loss:.3f}")
+            if step in due:
+                self.progress.update(step=step, seconds=seconds)
+                self._checkpoint(step)
+                started = time.perf_counter()  # validation and writing are not training time
+        bar.close()
+
+    def _update(self, step: int, rows: Tensor) -> Tensor:
+        config = self.config
+        factor = learning_rate_factor(step, self.steps, config.warmup_steps, config.decay_share)
+        for group in self.optimizer.param_groups:
+            group["lr"] = config.learning_rate * factor
+        if self.device.type == "cuda":
+            rows = rows.pin_memory().to(self.device, non_blocking=True)
+        with self._autocast():
+            loss = self.loss_of(self.model.final_hidden(rows[:, :-1]), self.model.unembed.weight, rows[:, 1:])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
+
+    def _checkpoint(self, step: int) -> None:
+        tokens = step * self.tokens_per_step
+        measured = self.validation(self._logits, self.config.batch_size)
+        self._write(step, self.progress["seconds"], **measured)
+        folder = self.config.out / f"step_{step:08d}"
+        if not folder.exists():  # a resumed run may pass here again
+            training = {"step": step, "tokens": tokens, **self.progress, **measured}
+            save(self.model, folder, training=training, dtype=torch.bfloat16)
+        save_state(self.config.out, self.model, self.optimizer, self.progress)
+
+    def _logits(self, ids: Tensor) -> Tensor:
+        # With gradients on, so that the blocks compiled for training serve here too; nothing calls backward.
+        with self._autocast():
+            return self.model(ids).detach()
+
+    def _write(self, step: int, seconds: float, **values: Any) -> None:
+        tokens = step * self.tokens_per_step
+        line = {"step": step, "tokens": tokens, "seconds": round(seconds, 3), "needles": self.progress["needles"], **values}
+        self.log.write(json.dumps(line) + "\n")
+        self.log.flush()
+
+    def close(self) -> None:
+        self.log.close()
+
+
+def _loss(hidden: Tensor, unembedding: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(hidden, unembedding).float().flatten(0, 1), targets.flatten())
+
+
+def _adamw(model: HybridLM, config: PretrainConfig) -> torch.optim.AdamW:
+    decayed = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name and "conv" not in name]
+    chosen = {id(p) for p in decayed}
+    others = [p for p in model.parameters() if id(p) not in chosen]
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=BETAS, fused=True)
+
+

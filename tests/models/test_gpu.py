@@ -1,0 +1,69 @@
+"""On a GPU: every architecture gives the CPU's logits and gradients, restricted or not; compiled training too."""
+
+import contextlib
+
+import pytest
+import torch
+
+import hooks
+from models.hybrid_lm import HybridLM
+from models.presets import preset
+
+pytestmark = pytest.mark.gpu
+ARCHITECTURES = ["full", "swa-32", "swa-512", "swa-32-nope", "lightning", "mamba2", "gdn"]
+RESTRICTED = {"free": None, "full": ("full", 100, 4), "efficient": ("efficient", 37, 0)}
+
+
+def build(architecture):
+    torch.manual_seed(0)
+    model = HybridLM(preset("mini", architecture)).eval()
+    with torch.no_grad():
+        for block in model.blocks:
+            for parameter in block.parameters():
+                if parameter.ndim == 2 and parameter.shape[1] > 4:
+                    parameter.mul_(2.5)
+    return model, torch.randint(4096, (2, 700))
+
+
+def run(model, ids, restriction):
+    where = contextlib.nullcontext()
+    if restriction is not None:
+        group, window, sinks = restriction
+        where = hooks.restrict(model, group, window=window, sinks=sinks)
+    embedded = model.embed(ids).detach().requires_grad_()
+    with where:
+        logits = model(embedded)
+    (gradient,) = torch.autograd.grad(logits.float().log_softmax(-1)[:, -50:, 7].sum(), embedded)
+    return logits.detach().float().cpu(), gradient.float().cpu()
+
+
+def relative(a, b):
+    return ((a - b).norm() / b.norm()).item()
+
+
+@pytest.mark.parametrize("restriction", RESTRICTED)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_cuda_equals_cpu(architecture, restriction):
+    if restriction == "efficient" and architecture == "full":
+        pytest.skip("full has no efficient layers")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model, ids = build(architecture)
+    logits, gradient = run(model, ids, RESTRICTED[restriction])
+    logits_gpu, gradient_gpu = run(model.cuda(), ids.cuda(), RESTRICTED[restriction])
+    assert relative(logits_gpu, logits) < 1e-4
+    assert relative(gradient_gpu, gradient) < 1e-4
+    logits_half, gradient_half = run(model.bfloat16(), ids.cuda(), RESTRICTED[restriction])
+    assert relative(logits_half, logits) < 3e-2
+    assert torch.isfinite(gradient_half).all()
+
+
+@pytest.mark.parametrize("architecture", ["swa-32", "swa-512", "gdn", "mamba2", "lightning"])
+def test_compiled_blocks_equal_eager_ones(architecture):
+    model, ids = build(architecture)
+    model, ids = model.cuda(), ids.cuda()
+    logits, gradient = run(model, ids, None)
+    for block in model.blocks:
+        block.compile()
+    compiled, gradient_compiled = run(model, ids, None)
+    assert relative(compiled, logits) < 1e-4
+    assert relative(gradient_compiled, gradient) < 1e-4
