@@ -16,7 +16,7 @@ RESAMPLES, LEVEL = 10_000, 0.95
 def resampled_ratios(
     numerator: Float[np.ndarray, "C N"], weight: Float[np.ndarray, " N"], seed: int, resamples: int = RESAMPLES
 ) -> tuple[Float[np.ndarray, " C"], Float[np.ndarray, "R C"]]:
-    """The ratio of each condition, and of each condition in R resamples of the N samples. NaN where no weight is left."""
+    """The ratio of each condition, and the same in R resamples of the N samples. NaN where no weight is left."""
     draws = np.random.default_rng(seed).multinomial(len(weight), np.full(len(weight), 1 / len(weight)), size=resamples)
     with np.errstate(invalid="ignore", divide="ignore"):
         ratio = numerator.sum(1) / weight.sum()

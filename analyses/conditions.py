@@ -76,7 +76,7 @@ def build(
     reaches: Sequence[int],
     floors: bool,
 ) -> list[Condition]:
-    """"none" first, then each group at each window with each number of sinks, single layers, reaches, floors."""
+    """ "none" first, then each group at each window with each number of sinks, single layers, reaches, floors."""
     found = [Condition("none")]
     for group in ("full", "efficient"):
         found += [Condition(group, window=w, sinks=s) for w in windows for s in sinks]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from analyses.errors import InputError
+from models.errors import InputError
 from probes import long_ppl, niah
 
 

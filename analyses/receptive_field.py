@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from analyses import command_line
-from analyses.errors import InputError
+from models import command_line
+from models.errors import InputError
 
 if TYPE_CHECKING:
     from analyses.result import Result

@@ -1,4 +1,4 @@
-"""The units of a receptive-field study and how one is computed: checkpoint x condition x batch of documents or prompts."""
+"""The units of a receptive-field study, and how one is computed: checkpoint x condition x batch of samples."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import models
 from analyses import evaluation, provenance
 from analyses import receptive_field_measures as measures
 from analyses.conditions import Condition, build
-from analyses.errors import InputError
 from analyses.receptive_field import CPU_DOCUMENTS, CPU_PROMPTS, GPU_PROMPTS, GRID_WINDOWS, Config
 from analyses.result import Dataset, Variable
+from models.errors import InputError
 
 DOCUMENT_BATCH, PROMPT_BATCH = 8, 64
 DTYPES = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -65,7 +65,9 @@ class Plan:
         """Loads once to refuse what cannot be studied, and keeps what the plan needs to know."""
         model = models.load(path, device="cpu", impl=self.config.impl)
         if not isinstance(model, models.HybridLM):
-            raise InputError(f"{path} is a Hugging Face checkpoint; receptive fields can be restricted in native ones only")
+            raise InputError(
+                f"{path} is a Hugging Face checkpoint; receptive fields can be restricted in native ones only"
+            )
         if model.tokenizer is None:
             raise InputError(f"{path} has no tokenizer.json; documents and prompts need one")
         self.layers[name], self.contexts[name] = model.layers, model.config.context_length
@@ -118,14 +120,18 @@ class Plan:
         return [c for c in self.conditions[name] if not c.not_applicable(layers) and not c.changes_nothing(layers)]
 
     def effect_windows(self, name: str) -> list[int]:
-        return sorted({c.window for c in self.conditions[name] if c.group in ("full", "efficient", "layer") and c.window})
+        return sorted(
+            {c.window for c in self.conditions[name] if c.group in ("full", "efficient", "layer") and c.window}
+        )
 
     def units(self) -> dict[str, Unit]:
         """In an order that loads each checkpoint once."""
         found = []
         for name in self.paths:
             for condition in self.measured(name):
-                found += [Unit(name, "documents", condition, *rows) for rows in _batches(len(self.documents), DOCUMENT_BATCH)]
+                found += [
+                    Unit(name, "documents", condition, *rows) for rows in _batches(len(self.documents), DOCUMENT_BATCH)
+                ]
                 found += [Unit(name, "prompts", condition, *rows) for rows in _batches(self.n_prompts, PROMPT_BATCH)]
             effect_documents = len(self.documents) if self.config.grid else 1
             for window in self.effect_windows(name):
@@ -137,7 +143,9 @@ class Plan:
         if unit.part == "documents":
             return self._document_unit(model, unit)
         if unit.part == "prompts":
-            scores = measures.prompt_accuracy(model, unit.condition, self.prompts[unit.checkpoint][unit.first : unit.last])
+            scores = measures.prompt_accuracy(
+                model, unit.condition, self.prompts[unit.checkpoint][unit.first : unit.last]
+            )
             return Dataset({
                 "correct": Variable(("prompt",), np.array([float(s[0]) for s in scores]), "1", "all digits right"),
                 "digits": Variable(("prompt",), np.array([s[1] for s in scores]), "1", "share of digits right"),

@@ -1,4 +1,4 @@
-"""Joining the units of a receptive-field study: per-sample values, paired intervals, what was vacuous; and the table."""
+"""Joining the units of a receptive-field study: per-sample values, paired intervals, vacuous rows; the table."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def _collected(plan: Any, name: str, parts: dict[str, Dataset], part: str, varia
 
 def _conditions_coord(plan: Any, name: str) -> dict[str, Variable]:
     labels = [condition.label for condition in plan.conditions[name]]
-    return {"condition": Variable(("condition",), labels, "", "what was restricted; -> w: w visible tokens, self included")}
+    return {
+        "condition": Variable(("condition",), labels, "", "what was restricted; -> w: w visible tokens, self included")
+    }
 
 
 def _documents(plan: Any, name: str, parts: dict[str, Dataset]) -> Dataset:
@@ -71,7 +73,9 @@ def _documents(plan: Any, name: str, parts: dict[str, Dataset]) -> Dataset:
         variables[variable] = Variable(("document",), values, "1", text)
     coords = _conditions_coord(plan, name) | {
         "document": Variable(("document",), [document.name for document in plan.documents], "", "document"),
-        "bucket": Variable(("bucket",), np.arange(BUCKETS) * context // BUCKETS, "token", "first position of the bucket"),
+        "bucket": Variable(
+            ("bucket",), np.arange(BUCKETS) * context // BUCKETS, "token", "first position of the bucket"
+        ),
     }
     return Dataset(variables, coords, "Losses in nats, per document")
 
@@ -150,14 +154,20 @@ def _summary(plan: Any, name: str, documents: Dataset, prompts: Dataset, layers:
         values = [getattr(condition, field) for condition in conditions]
         variables[f"restricted_{field}"] = Variable(("condition",), values, "" if field == "group" else "1", field)
     coords = _conditions_coord(plan, name) | {"bound": Variable(("bound",), ["low", "high"], "", "end of an interval")}
-    return Dataset(variables, coords, "Intervals over documents (losses) and prompts (retrieval), not over training seeds")
+    return Dataset(
+        variables, coords, "Intervals over documents (losses) and prompts (retrieval), not over training seeds"
+    )
 
 
 def _largest_effect(condition: Condition, layers: Dataset) -> float:
     if condition.group in ("none", "floor") or condition.sinks or condition.reach:
         return float("nan")  # the effect is measured without sinks
     effect = layers["effect"][list(layers["window"]).index(condition.window)]
-    chosen = effect[:, condition.layer] if condition.group == "layer" else effect[["full", "efficient"].index(condition.group)]
+    chosen = (
+        effect[:, condition.layer]
+        if condition.group == "layer"
+        else effect[["full", "efficient"].index(condition.group)]
+    )
     return float(np.nanmax(chosen)) if np.isfinite(chosen).any() else float("nan")
 
 

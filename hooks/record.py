@@ -73,7 +73,9 @@ def _copy(value: Tensor, name: str, index: slice | Tensor | None) -> Tensor:
     if index is not None:
         axis = 2 if name.endswith("hook_pattern") else 1
         if value.ndim <= axis:
-            raise ValueError(f"{name} has shape {list(value.shape)}, without a time axis; record it with positions=None.")
+            raise ValueError(
+                f"{name} has shape {list(value.shape)}, without a time axis; record it with positions=None."
+            )
         value = _take(value, name, index, axis)
     value = value.detach()
     return value.to("cpu", torch.float32 if value.dtype in HALF else value.dtype, copy=True)

@@ -1,4 +1,4 @@
-"""What a receptive-field restriction is: at most `window` recent tokens (self included) and the first `sinks` tokens."""
+"""A receptive-field restriction: the last `window` tokens (self included) and the first `sinks` tokens."""
 
 from __future__ import annotations
 

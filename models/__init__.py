@@ -6,13 +6,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from models.safetensors_files import CheckpointError as CheckpointError
     from models.checkpoint import find_checkpoints as find_checkpoints
     from models.checkpoint import load as load
     from models.checkpoint import save as save
     from models.config import ConfigError as ConfigError
     from models.config import HybridConfig as HybridConfig
     from models.hybrid_lm import HybridLM as HybridLM
+    from models.safetensors_files import CheckpointError as CheckpointError
 
 _HOMES = {
     "CheckpointError": "models.safetensors_files",

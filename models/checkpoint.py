@@ -29,7 +29,7 @@ def load(
     """A model in eval mode from a native or a Hugging Face checkpoint directory, offline.
 
     device None: CUDA if there is one, else CPU. dtype None: fp32 on CPU, the stored dtype on CUDA. Every tensor must be
-    there, with its shape, and none besides; anything else raises CheckpointError (a ValueError) before a weight is read.
+    there, with its shape, and none besides; else CheckpointError (a ValueError) is raised before a weight is read.
     """
     path = Path(path)
     device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
@@ -57,7 +57,7 @@ def save(
 ) -> Path:
     """Writes a native checkpoint under a temporary name and renames it, so `path` is absent or complete.
 
-    `training` goes to training.json (step, tokens, ...). Raises CheckpointError if `path` exists: nothing is overwritten.
+    `training` goes to training.json (step, tokens, ...). Raises CheckpointError if `path` exists already.
     """
     path = Path(path)
     if path.exists():
@@ -143,9 +143,7 @@ def _tokenizer(path: Path, config: HybridConfig) -> Tokenizer | None:
     return tokenizer
 
 
-def _materialise(
-    meta: HybridLM, config: HybridConfig, tensors: dict[str, torch.Tensor], impl: str | None
-) -> HybridLM:
+def _materialise(meta: HybridLM, config: HybridConfig, tensors: dict[str, torch.Tensor], impl: str | None) -> HybridLM:
     """The model with its tensors. Buffers that follow from the config (Lightning decays) are not stored: built anew."""
     meta.load_state_dict(tensors, strict=True, assign=True)
     if any(buffer.is_meta for buffer in meta.buffers()):

@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from models.errors import InputError
+
 FORMAT, FORMAT_VERSION = "hybridscope", 1
 SOFTMAX_KINDS = ("full", "swa")
 RECURRENT_KINDS = ("lightning", "mamba2", "gdn")
@@ -14,7 +16,7 @@ LAYER_KINDS = ("full", *EFFICIENT_KINDS, "headwise")
 LIGHTNING_SLOPES = ("alibi", "alibi-from-zero", "minimax", "transnormer")
 
 
-class ConfigError(ValueError):
+class ConfigError(InputError):
     """A model shape that cannot be built; the message names the field, the value found and the value expected."""
 
 
@@ -84,9 +86,7 @@ class HybridConfig:
 
     def _check_layers(self) -> None:
         if len(self.layer_kinds) != self.n_layers:
-            raise ConfigError(
-                f"config.layer_kinds names {len(self.layer_kinds)} layers; n_layers is {self.n_layers}."
-            )
+            raise ConfigError(f"config.layer_kinds names {len(self.layer_kinds)} layers; n_layers is {self.n_layers}.")
         for index, kind in enumerate(self.layer_kinds):
             if kind not in LAYER_KINDS:
                 raise ConfigError(
@@ -105,7 +105,7 @@ class HybridConfig:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> HybridConfig:
-        """The inverse of `to_json`. Raises ConfigError on unknown or missing fields: a typo must not become a default."""
+        """The inverse of `to_json`. Raises ConfigError on unknown or missing fields: no typo becomes a default."""
         found = {name: value for name, value in fields.items() if name not in ("format", "format_version")}
         known = {field.name for field in dataclasses.fields(cls)}
         required = {field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING}

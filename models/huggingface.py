@@ -28,6 +28,7 @@ class HuggingFaceLM(nn.Module):
         self.hf: Any = hf  # a PreTrainedModel; transformers is not imported for its type
         self.tokenizer = tokenizer
         self.name = name
+        self.train(hf.training)
         self._finish = self._find_finish()
 
     def forward(self, input_ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T vocab"]:

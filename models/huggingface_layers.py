@@ -52,6 +52,13 @@ class HuggingFaceLayer:
         return next((path.window for path in self.paths if path.window is not None), None)
 
     @property
+    def mixers(self) -> tuple[nn.Module, ...]:
+        raise ValueError(
+            f"layer {self.index} ({self.type}) of a Hugging Face model has no mixers that can be edited here; "
+            "restricting a receptive field needs a native checkpoint, a directory written by models.save"
+        )
+
+    @property
     def n_heads(self) -> int:
         return sum(path.heads for path in self.paths)
 

@@ -74,9 +74,9 @@ class HuggingFaceTokenizer:
         for index in empty:  # trimmed offsets leave nothing of a token of spaces: harmless
             if piece := self.decode([ids[index]]).strip():
                 raise ValueError(
-                    f"tokenizer {type(self.backend).__name__} gives token {index} ({piece!r}) offsets {offsets[index]}, "
-                    "and decoding does not reproduce the text; expected offsets covering its characters: "
-                    "use its current tokenizer.json"
+                    f"tokenizer {type(self.backend).__name__} gives token {index} ({piece!r}) offsets "
+                    f"{offsets[index]}, and decoding gives another text; expected offsets covering its characters: "
+                    "renew its tokenizer.json"
                 )
         return ids, offsets
 

@@ -1,6 +1,6 @@
 """HybridLM: a causal language model of any mixture of attention and recurrent layers, with TransformerLens hook points.
 
-    x_0 = E[ids];  x_{l+1} = x_l + mixer_l(norm x_l) + mlp_l(norm .);  logits = U norm(x_L)
+x_0 = E[ids];  x_{l+1} = x_l + mixer_l(norm x_l) + mlp_l(norm .);  logits = U norm(x_L)
 """
 
 from __future__ import annotations

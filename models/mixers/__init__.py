@@ -24,7 +24,8 @@ def build_mixer(config: HybridConfig, layer: int, impl: str) -> nn.Module:
         return MIXERS[kind](config, config.n_heads, config.n_kv_heads, layer, impl)
     heads, kv_heads = config.n_heads // 2, max(1, config.n_kv_heads // 2)
     return HeadwiseMixer(
-        FullAttention(config, heads, kv_heads, layer, impl), MIXERS[config.efficient](config, heads, kv_heads, layer, impl)
+        FullAttention(config, heads, kv_heads, layer, impl),
+        MIXERS[config.efficient](config, heads, kv_heads, layer, impl),
     )
 
 

@@ -1,4 +1,4 @@
-"""Softmax attention with grouped kv heads, rotary or no positions: o_t = sum_s softmax_s(q_t . k_s / sqrt(K)) v_s (eq. 1)."""
+"""Softmax attention with grouped kv heads (eq. 1): o_t = sum_s softmax_s(q_t . k_s / sqrt(K)) v_s, rotary or NoPE."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Gated DeltaNet (Yang et al. 2025), Qwen3-Next's layer (eq. 5).
 
-S_t = alpha_t (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T, o_t = S_t^T q_t / sqrt(K), q and k L2-normalised after a
-short causal convolution with SiLU; per-head RMSNorm of o, times silu(gate).
+S_t = alpha_t (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T, o_t = S_t^T q_t / sqrt(K), q and k L2-normalised
+after a short causal convolution with SiLU; per-head RMSNorm of o, times silu(gate).
 """
 
 from __future__ import annotations
@@ -76,9 +76,7 @@ class GatedDeltaNet(RecurrentMixer):
         if listened(self.hook_ssm_state):
             state = self.hook_ssm_state(self._states(operands))
             return scale * torch.einsum("bthk,bthkv->bthv", query, state)
-        return gated_delta_rule(
-            query=query, scale=scale, window=self.state_window, impl=self.impl, **operands
-        ).out
+        return gated_delta_rule(query=query, scale=scale, window=self.state_window, impl=self.impl, **operands).out
 
     def _states(self, operands: dict[str, Tensor]) -> Float[Tensor, "B T H K V"]:
         """Every state, windowed or not: asking with the K unit queries returns the K rows of S_t (K times the cost)."""
@@ -87,7 +85,10 @@ class GatedDeltaNet(RecurrentMixer):
         unit = torch.eye(width, device=key.device, dtype=key.dtype)
         repeated = {name: x.repeat_interleave(width, dim=2) for name, x in operands.items()}
         rows = gated_delta_rule(
-            query=unit.repeat(heads, 1).expand(batch, time, -1, -1), window=self.state_window, impl=self.impl, **repeated
+            query=unit.repeat(heads, 1).expand(batch, time, -1, -1),
+            window=self.state_window,
+            impl=self.impl,
+            **repeated,
         ).out
         return rearrange(rows, "B T (H K) V -> B T H K V", K=width)
 

@@ -1,4 +1,4 @@
-"""Softmax attention to the w most recent keys, self included: s in [t - w + 1, t] (eq. 2), plus optional sink tokens."""
+"""Softmax attention to the w most recent keys, s in [t - w + 1, t] (eq. 2), plus optional sink tokens."""
 
 from __future__ import annotations
 

@@ -58,7 +58,9 @@ class TokenStream:
         return torch.from_numpy(stacked), sum(answer is not None for _, answer in drawn)
 
 
-def prefetched(stream: TokenStream, first: int, last: int, batch_size: int, depth: int = 8) -> Iterator[tuple[Tensor, int]]:
+def prefetched(
+    stream: TokenStream, first: int, last: int, batch_size: int, depth: int = 8
+) -> Iterator[tuple[Tensor, int]]:
     """The batches of steps first .. last-1, made ahead by one thread; its exception is raised here."""
     ready: queue.Queue[Any] = queue.Queue(maxsize=depth)
     stop = threading.Event()

@@ -160,7 +160,13 @@ class Run:
 
     def _write(self, step: int, seconds: float, **values: Any) -> None:
         tokens = step * self.tokens_per_step
-        line = {"step": step, "tokens": tokens, "seconds": round(seconds, 3), "needles": self.progress["needles"], **values}
+        line = {
+            "step": step,
+            "tokens": tokens,
+            "seconds": round(seconds, 3),
+            "needles": self.progress["needles"],
+            **values,
+        }
         self.log.write(json.dumps(line) + "\n")
         self.log.flush()
 
@@ -178,5 +184,3 @@ def _adamw(model: HybridLM, config: PretrainConfig) -> torch.optim.AdamW:
     others = [p for p in model.parameters() if id(p) not in chosen]
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=BETAS, fused=True)
-
-

@@ -13,9 +13,19 @@ def model():
     torch.manual_seed(3)
     return HybridLM(
         HybridConfig(
-            d_model=18, n_layers=4, n_heads=3, n_kv_heads=1, d_head=6, d_ffn=22, vocab_size=29, context_length=64,
-            layer_kinds=("swa", "full", "gdn", "lightning"), window=4, rope_base=1e4, lightning_slopes="transnormer",
-        )  # fmt: skip
+            d_model=18,
+            n_layers=4,
+            n_heads=3,
+            n_kv_heads=1,
+            d_head=6,
+            d_ffn=22,
+            vocab_size=29,
+            context_length=64,
+            layer_kinds=("swa", "full", "gdn", "lightning"),
+            window=4,
+            rope_base=1e4,
+            lightning_slopes="transnormer",
+        )
     ).eval()
 
 

@@ -153,7 +153,7 @@ BROKEN = {
     "stale index": (stale_index, "index is stale"),
     "unlisted": (unlisted_tensor, "does not list"),
     "missing shard": (missing_shard, "model-00002-of-00002.safetensors: this shard is missing"),
-    "both": (lambda p: (shutil.copy(p / "config.json", p / "model.safetensors.index.json")), "has both"),
+    "both": (lambda p: shutil.copy(p / "config.json", p / "model.safetensors.index.json"), "has both"),
     "unknown mixer": (lambda p: edit_config(p, layer_kinds=["rwkv", *KINDS[1:]]), r"layer_kinds\[0\].*'rwkv'"),
     "unknown field": (lambda p: edit_config(p, n_layer=3), "unknown field.*n_layer"),
     "wrong type": (lambda p: edit_config(p, d_model="24"), "d_model is '24'"),

@@ -53,7 +53,7 @@ def test_cuda_equals_cpu(architecture, restriction):
     assert relative(logits_gpu, logits) < 1e-4
     assert relative(gradient_gpu, gradient) < 1e-4
     logits_half, gradient_half = run(model.bfloat16(), ids.cuda(), RESTRICTED[restriction])
-    assert relative(logits_half, logits) < 3e-2
+    assert relative(logits_half, logits) < 8e-2  # eight layers of bf16 roundings
     assert torch.isfinite(gradient_half).all()
 
 

@@ -126,6 +126,11 @@ def test_a_family_with_unknown_logits_is_refused():
         HuggingFaceLM(hf)
 
 
+def test_mixers_cannot_be_edited_yet(llama):
+    with pytest.raises(ValueError, match=r"layer 2 \(full_attention\) of a Hugging Face model has no mixers"):
+        _ = load_huggingface(llama, "cpu").layers[2].mixers
+
+
 def test_final_hidden_computes_no_logits(llama):
     model = load_huggingface(llama, "cpu")
     model.hf.lm_head.register_forward_hook(lambda *_: pytest.fail("logits were computed"))

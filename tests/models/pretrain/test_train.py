@@ -1,6 +1,7 @@
 """Pretraining: it learns, resumes to the bit, keeps its data order, and leaves a hookable checkpoint behind."""
 
 import dataclasses
+import itertools
 import json
 
 import numpy as np
@@ -25,14 +26,36 @@ def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
-        [tokenizers.pre_tokenizers.Digits(individual_digits=True), tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            tokenizers.pre_tokenizers.Digits(individual_digits=True),
+            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     backend.decoder = tokenizers.decoders.ByteLevel()
-    words = "the hidden magic number of one for is state law river stone answer question special what mentioned".split()
+    words = [
+        "the",
+        "hidden",
+        "magic",
+        "number",
+        "of",
+        "one",
+        "for",
+        "is",
+        "state",
+        "law",
+        "river",
+        "stone",
+        "answer",
+        "question",
+        "special",
+        "what",
+        "mentioned",
+    ]
     rng = np.random.default_rng(0)
     text = "".join(" ".join(rng.choice(words, 12)) + ".\n" for _ in range(3000))
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=400, special_tokens=["<|endoftext|>"], initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        vocab_size=400, special_tokens=["<|endoftext|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )  # fmt: skip
     backend.train_from_iterator([text], trainer)
@@ -159,7 +182,9 @@ def test_every_block_once_an_epoch_and_then_anew(corpus):
         drawn = [stream.sequence(epoch * stream.blocks + i)[0] for i in range(stream.blocks)]
         starts = set()
         for block in drawn:
-            matches = [s for s in range(len(ids) - CONTEXT) if ids[s] == block[0] and np.array_equal(ids[s : s + 8], block[:8])]
+            matches = [
+                s for s in range(len(ids) - CONTEXT) if ids[s] == block[0] and np.array_equal(ids[s : s + 8], block[:8])
+            ]
             assert any(np.array_equal(ids[s : s + CONTEXT + 1], block) for s in matches)
             starts.add(block.tobytes())
         assert len(starts) == stream.blocks
@@ -196,7 +221,7 @@ def test_checkpoints_are_log_spaced_and_end_at_the_end():
     steps = checkpoint_steps(2000, 8)
     assert steps[0] == 31
     assert steps[-1] == 2000
-    ratios = [b / a for a, b in zip(steps, steps[1:], strict=False)]
+    ratios = [b / a for a, b in itertools.pairwise(steps)]
     assert max(ratios) / min(ratios) < 1.1
     assert checkpoint_steps(1, 5) == [1]
     assert checkpoint_steps(50, 1) == [50]

@@ -1,0 +1,139 @@
+"""The receptive-field figure: a column a checkpoint; loss on key tokens, needle retrieval, and what each layer felt.
+
+With one window the first two rows compare none, full -> w and efficient -> w; with several they are curves over w.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from analyses.figures.style import Look, looks
+from analyses.result import Dataset, Result
+
+NAMES = {"none": "unrestricted", "full": "full attention → w", "efficient": "efficient layers → w"}
+FLOOR = "last w tokens only"
+LOOKS = looks([*NAMES.values(), FLOOR])
+ROWS = (
+    ("log_long_ppl", "log(LongPPL), nats\n(loss on key tokens)"),
+    ("niah", "needles found\n(all digits right)"),
+)
+
+
+def draw(results: Sequence[Result]) -> Figure:
+    """One column for every checkpoint of all files, in their order."""
+    columns = [(name, result) for result in results for name in result.groups if name and "/" not in name]
+    figure, axes = plt.subplots(3, len(columns), figsize=(1.2 + 2.9 * len(columns), 7.6), squeeze=False, sharey="row")
+    for column, (name, result) in enumerate(columns):
+        summary, layers = result.groups[name], result.groups[f"{name}/layers"]
+        axes[0, column].set_title(f"{name}\n{_kinds(layers)}")
+        windows = _windows(summary)
+        for row, (variable, _) in enumerate(ROWS):
+            draw_panel = _categories if len(windows) == 1 else _curves
+            draw_panel(axes[row, column], summary, variable, windows)
+        _effects(axes[2, column], layers, windows)
+    for row, (_, label) in enumerate(ROWS):
+        axes[row, 0].set_ylabel(label)
+    axes[1, 0].set_ylim(-0.04, 1.04)
+    axes[2, 0].set_ylabel("change of a mixer's output\n‖o − o_w‖ / ‖o‖")
+    _legend_and_title(figure, axes, columns)
+    return figure
+
+
+def _kinds(layers: Dataset) -> str:
+    kinds = list(dict.fromkeys(str(kind) for kind in layers["kind"]))
+    own = layers["own_window"][np.isfinite(layers["own_window"])]
+    return " + ".join(f"{kind} {own[0]:.0f}" if kind == "swa" and len(own) else kind for kind in kinds)
+
+
+def _windows(summary: Dataset) -> list[int]:
+    chosen = np.isin(summary["restricted_group"], ["full", "efficient"]) & (summary["restricted_window"] > 0)
+    return sorted(set(summary["restricted_window"][chosen].tolist()))
+
+
+def _index(summary: Dataset, group: str, window: int, sinks: int = 0) -> int | None:
+    """The condition's row, None if it is not there or was n/a."""
+    match = (summary["restricted_group"] == group) & (summary["restricted_sinks"] == sinks)
+    if group != "none":
+        match &= summary["restricted_window"] == window
+    rows = np.flatnonzero(match)
+    if not len(rows) or str(summary["status"][rows[0]]).startswith("n/a"):
+        return None
+    return int(rows[0])
+
+
+def _categories(axis: Axes, summary: Dataset, variable: str, windows: list[int]) -> None:
+    shown = ["unrestricted", f"full\n→ {windows[0]}", f"efficient\n→ {windows[0]}"]
+    for x, (group, name) in enumerate(NAMES.items()):
+        row = _index(summary, group, windows[0])
+        if row is None:
+            axis.text(x, 0.5, "n/a", ha="center", va="center", transform=axis.get_xaxis_transform())
+            continue
+        value, (low, high) = summary[variable][row], summary[f"{variable}_interval"][row]
+        look = LOOKS[name]
+        axis.bar(x, value, width=0.62, alpha=0.9, **look.bar)
+        axis.errorbar(x, value, yerr=[[value - low], [high - value]], color="black", capsize=4, linewidth=1.2)
+        axis.annotate(f"{value:.2f}", (x, high), (0, 3), textcoords="offset points", ha="center", fontsize=8)
+    axis.set_xticks(range(3), shown)
+    axis.grid(axis="x", visible=False)
+
+
+def _curves(axis: Axes, summary: Dataset, variable: str, windows: list[int]) -> None:
+    none = _index(summary, "none", 0)
+    axis.axhline(summary[variable][none], label=NAMES["none"], color=LOOKS[NAMES["none"]].color, linewidth=1.2)
+    for group, name in (("full", NAMES["full"]), ("efficient", NAMES["efficient"]), ("floor", FLOOR)):
+        rows = [(w, row) for w in windows if (row := _index(summary, group, w)) is not None]
+        if not rows:
+            continue
+        at, index = np.array([w for w, _ in rows]), [row for _, row in rows]
+        low, high = summary[f"{variable}_interval"][index].T
+        axis.plot(at, summary[variable][index], label=name, **LOOKS[name].line)
+        axis.fill_between(at, low, high, color=LOOKS[name].color, alpha=0.18, linewidth=0)
+    axis.set_xscale("log", base=2)
+    axis.set_xlabel("w, visible tokens")
+
+
+def _effects(axis: Axes, layers: Dataset, windows: list[int]) -> None:
+    """Per layer, at the one window, or the one nearest 512: mean and range over documents."""
+    window = windows[0] if len(windows) == 1 else _shown_window(windows)
+    effect = layers["effect"][list(layers["window"]).index(window)]
+    for row, group in enumerate(("full", "efficient")):
+        look: Look = LOOKS[NAMES[group]]
+        present = np.flatnonzero(np.isfinite(effect[row]).any(axis=1))
+        if not len(present):
+            continue
+        values = effect[row, present]
+        mean = np.nanmean(values, axis=1)
+        spread = np.abs(np.stack([np.nanmin(values, axis=1), np.nanmax(values, axis=1)]) - mean)
+        axis.errorbar(present, mean, yerr=spread, **{**look.line, "linestyle": "none"}, capsize=3, label=NAMES[group])
+        for x, y in zip(present, mean, strict=True):
+            if y <= 1e-6:
+                axis.annotate(
+                    "no effect", (x, y), (0, 6), textcoords="offset points", ha="center", fontsize=6, rotation=90
+                )
+    axis.set_xlabel(f"layer (w = {window})")
+    axis.set_xticks(range(len(layers["layer"])))
+    axis.set_ylim(bottom=-0.05)
+
+
+def _shown_window(windows: list[int]) -> int:
+    return min(windows, key=lambda w: abs(w - 512))
+
+
+def _legend_and_title(figure: Figure, axes: np.ndarray, columns: Sequence[tuple[str, Result]]) -> None:
+    handles: dict[str, object] = {}
+    for axis in axes[:, :].ravel():
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=4, frameon=False)
+    _, result = columns[0]
+    figure.suptitle(
+        "What is lost when a group of layers sees only its last w tokens\n"
+        f"95 % bootstrap intervals over {result.attributes['n_documents']} documents (top) and "
+        f"{result.attributes['n_prompts']} needle prompts (middle); bottom: mean and range over documents",
+        fontsize=10,
+    )

@@ -1,0 +1,47 @@
+"""Gated delta rule: S_t = exp(g_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T, o_t = scale * S_t^T q_t.
+
+Yang, Kautz and Hatamizadeh 2025, Gated delta networks; log_decay = 0 is the delta rule (Schlag et al. 2021).
+"""
+
+from typing import Literal
+
+from jaxtyping import Float
+from torch import Tensor
+
+from kernels.gated_delta_rule.naive import gated_delta_rule_naive
+from kernels.gated_delta_rule.torch_form import gated_delta_rule_torch
+from kernels.operands import RecurrentOutput, check_impl, check_recurrent, check_shape
+
+__all__ = ["RecurrentOutput", "gated_delta_rule"]
+
+
+def gated_delta_rule(
+    *,
+    query: Float[Tensor, "B T H K"],
+    key: Float[Tensor, "B T H K"],
+    value: Float[Tensor, "B T H V"],
+    log_decay: Float[Tensor, "B T H"],
+    beta: Float[Tensor, "B T H"],
+    initial_state: Float[Tensor, "B H K V"] | None = None,
+    window: int | None = None,
+    scale: float = 1.0,
+    impl: Literal["torch", "naive"] = "torch",
+    chunk_size: int = 64,
+) -> RecurrentOutput:
+    """Gated delta rule, exact window included; differentiable in every tensor.
+
+    key must be normalised by the caller (unit length, beta in [0, 2] makes every transition a contraction; longer keys
+    may overflow). log_decay is in nats per token and <= 0; neither is checked, that would read the data. `window`
+    counts visible tokens, self included; window >= T is the unrestricted operation, bit for bit, and the state returned
+    is that of the last `window` tokens. Sums are float32 (float64 for float64 operands) whatever autocast says; out has
+    value's dtype, state the working dtype. Cost O(T (C + K) (K + V)) for any window.
+    Raises ValueError for shapes that do not fit, window < 1, an initial_state together with a window, or unknown impl.
+    """
+    op = "gated_delta_rule"
+    check_impl(op, impl)
+    check_recurrent(op, query, key, value, initial_state, window, chunk_size)
+    check_shape(op, "log_decay", log_decay, tuple(query.shape[:3]), "B, T, H")
+    check_shape(op, "beta", beta, tuple(query.shape[:3]), "B, T, H")
+    if impl == "naive":
+        return gated_delta_rule_naive(query, key, value, log_decay, beta, initial_state, window, scale)
+    return gated_delta_rule_torch(query, key, value, log_decay, beta, initial_state, window, scale, chunk_size)
