@@ -67,6 +67,7 @@ def save(
     temporary.mkdir(parents=True)
     tensors = {name: value.detach().to("cpu", dtype).contiguous() for name, value in model.state_dict().items()}
     save_file(tensors, temporary / SINGLE, metadata={"format": "pt"})
+    (temporary / SINGLE).chmod(0o644)  # safetensors makes it readable by its owner only
     (temporary / CONFIG).write_text(json.dumps(model.config.to_json(), indent=1) + "\n")
     (temporary / TRAINING).write_text(json.dumps(training or {}, indent=1) + "\n")
     if model.tokenizer is not None:
