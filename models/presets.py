@@ -62,9 +62,7 @@ def _split(architecture: str) -> tuple[str, tuple[str, ...]]:
     if len(set(found)) != len(found) or {"-1to3", "-headwise"} <= set(found):
         raise ConfigError(f"architecture {architecture!r} combines suffixes that exclude each other.")
     if base == "full" and set(found) - {"-nope"}:
-        raise ConfigError(
-            f"architecture {architecture!r}: 'full' has no efficient layers; only -nope applies."
-        )
+        raise ConfigError(f"architecture {architecture!r}: 'full' has no efficient layers; only -nope applies.")
     return base, tuple(found)
 
 

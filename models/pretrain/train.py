@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
 
+from kernels.attention import attention_plan
 from models.checkpoint import save
 from models.hybrid_lm import HybridLM
+from models.mixers.attention import FullAttention
 from models.presets import preset_from_name
 from models.pretrain.config import PretrainConfig, token_count
 from models.pretrain.data import TokenStream, prefetched
@@ -93,8 +95,11 @@ class Run:
         wanted = self.config.compile if self.config.compile is not None else self.device.type == "cuda"
         self.loss_of = torch.compile(_loss) if wanted else _loss
         if wanted:
-            for block in self.model.blocks:
-                block.compile()
+            for layer in self.model.layers:
+                for mixer in layer.mixers:
+                    if isinstance(mixer, FullAttention):  # block masks are made outside of what is compiled
+                        attention_plan(self.context, self.context, mixer.bands(), self.device)
+                layer.block.compile()
         try:
             yield
         finally:

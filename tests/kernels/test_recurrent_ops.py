@@ -75,7 +75,7 @@ def equation(tensors, window=None, scale=1.0):
     return out, last
 
 
-def compare(op, tensors, tolerance, floor=0.0, decay_tolerance=None, **options):
+def compare(op, tensors, tolerance, floor=0.0, **options):
     """Outputs, state and every gradient of the torch form against the loop, under one random cotangent."""
     results = []
     for impl in ("torch", "naive"):
@@ -89,7 +89,7 @@ def compare(op, tensors, tolerance, floor=0.0, decay_tolerance=None, **options):
     for name in law:
         assert torch.isfinite(ours[name]).all(), name
         error = relative(ours[name], law[name], floor)
-        assert error <= (decay_tolerance if decay_tolerance and name == "d log_decay" else tolerance), (name, error)
+        assert error <= tolerance, (name, error)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -193,15 +193,17 @@ def test_delta_constant_beta(beta, window):
 
 @pytest.mark.parametrize("beta", [1.0, 1.9, 2.0])
 @pytest.mark.parametrize("noise", [0.0, 0.05])
-@pytest.mark.parametrize("window", [None, 64, 100])
+@pytest.mark.parametrize("window", [None, 64, 80])
 def test_delta_identical_and_correlated_keys_in_float32(beta, noise, window):
-    tensors = operands("delta", (140, 1, 2, 16, 8), torch.float32)
-    keys = tensors["key"][:, :1] + noise * torch.randn(1, 140, 2, 16)
-    tensors |= {"key": F.normalize(keys, dim=-1), "log_decay": torch.zeros(1, 140, 2)}
+    tensors = operands("delta", (100, 1, 1, 16, 8), torch.float32)
+    keys = tensors["key"][:, :1] + noise * torch.randn(1, 100, 1, 16)
+    tensors |= {"key": F.normalize(keys, dim=-1), "log_decay": torch.zeros(1, 100, 1)}
     tensors["beta"] = torch.full_like(tensors["beta"], beta)
-    # with beta 1 or 2 the true d log_decay is zero but for the keys' own rounding, the other gradients are of order 1;
-    # with 1.9 it is what long alternating sums leave over: 1.5e-5 in float32 at chunk 64, still 9e-6 at chunk 16
-    compare("delta", tensors, 1e-5, floor=1.0, decay_tolerance=5e-5, window=window)
+    # Floor: with beta 1 or 2 the true d log_decay is zero but for the keys' own rounding; the others are of order 1.
+    # Equal keys, beta near 2 and no decay are 64 undamped reflections a chunk, and every WY form multiplies the float32
+    # rounding of k . k by their number (2e-5 seen, whatever solves the triangle; a float32 token loop is at 1e-6).
+    undamped = noise == 0 and beta > 1
+    compare("delta", tensors, 5e-5 if undamped else 1e-5, floor=1.0, window=window)
 
 
 @pytest.mark.parametrize("op", OPS)
