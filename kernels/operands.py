@@ -4,13 +4,14 @@ Dtype rule of every recurrent operation: states, decays and sums are float32 (fl
 under autocast; `out` comes back in value's dtype, `state` in the working dtype.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-IMPLS = ("torch", "naive")
+Impl = Literal["torch", "naive"]
+IMPLS: tuple[str, ...] = get_args(Impl)
 
 
 class RecurrentOutput(NamedTuple):

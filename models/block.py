@@ -6,6 +6,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
+from kernels.operands import Impl
 from models.config import HybridConfig
 from models.mixers import build_mixer
 from models.mlp import SwiGLU
@@ -13,7 +14,13 @@ from models.norm import RMSNorm
 
 
 class Block(nn.Module):
-    def __init__(self, config: HybridConfig, layer: int, impl: str):
+    hook_resid_pre: HookPoint
+    hook_attn_out: HookPoint
+    hook_resid_mid: HookPoint
+    hook_mlp_out: HookPoint
+    hook_resid_post: HookPoint
+
+    def __init__(self, config: HybridConfig, layer: int, impl: Impl):
         super().__init__()
         self.ln1 = RMSNorm(config.d_model, config.rms_eps)
         self.attn = build_mixer(config, layer, impl)

@@ -5,7 +5,7 @@ x_0 = E[ids];  x_{l+1} = x_l + mixer_l(norm x_l) + mlp_l(norm .);  logits = U no
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from transformer_lens import HookedRootModule
 from transformer_lens.hook_points import HookPoint
 
+from kernels.operands import IMPLS, Impl
 from models.block import Block
 from models.config import HybridConfig
 from models.layers import Layer, Path
 from models.mixers import paths_of
 from models.norm import RMSNorm
 
-IMPLS = ("torch", "naive")
 INIT_STD = 0.02
 
 
@@ -32,15 +32,14 @@ class HybridLM(HookedRootModule):
 
     def __init__(self, config: HybridConfig, impl: str | None = None):
         super().__init__()
-        impl = "torch" if impl is None else impl
-        if impl not in IMPLS:
+        if impl is not None and impl not in IMPLS:
             raise ValueError(f"impl is {impl!r}; this build has {', '.join(IMPLS)}.")
         self.config = config
-        self.impl = impl
+        self.impl: Impl = cast(Impl, impl or "torch")
         self.tokenizer: Any = None
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
         self.hook_embed = HookPoint()
-        self.blocks = nn.ModuleList(Block(config, layer, impl) for layer in range(config.n_layers))
+        self.blocks = nn.ModuleList(Block(config, layer, self.impl) for layer in range(config.n_layers))
         self.ln_final = RMSNorm(config.d_model, config.rms_eps)
         self.unembed = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.reset_parameters()
@@ -52,17 +51,20 @@ class HybridLM(HookedRootModule):
         out_std = INIT_STD / (2 * self.config.n_layers) ** 0.5
         self.embed.weight.normal_(0.0, INIT_STD)
         self.unembed.weight.normal_(0.0, INIT_STD)
-        for block in self.blocks:
+        for block in self._blocks():
             block.attn.reset_parameters(INIT_STD, out_std)
             block.mlp.gate_proj.weight.normal_(0.0, INIT_STD)
             block.mlp.up_proj.weight.normal_(0.0, INIT_STD)
             block.mlp.down_proj.weight.normal_(0.0, out_std)
 
+    def _blocks(self) -> tuple[Block, ...]:
+        return tuple(cast(Block, block) for block in self.blocks)
+
     @property
     def layers(self) -> tuple[Layer, ...]:
         """One description per block; "full" and "efficient" select paths of these, not layers."""
         described = []
-        for index, block in enumerate(self.blocks):
+        for index, block in enumerate(self._blocks()):
             mixers = paths_of(block.attn)
             paths = tuple(Path(mixer.kind, mixer.n_heads, mixer.window) for mixer in mixers)
             described.append(Layer(index, block.attn.kind, paths, mixers, block))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -25,7 +25,7 @@ class Layer:
     index: int
     kind: str
     paths: tuple[Path, ...]
-    mixers: tuple[nn.Module, ...]
+    mixers: tuple[Any, ...]
     block: nn.Module
 
     @property

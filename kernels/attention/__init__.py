@@ -3,15 +3,13 @@
 o_t = sum over visible s of softmax_s(scale * q_t . k_s) v_s; query head h reads kv head h // (H // G).
 """
 
-from typing import Literal
-
 from jaxtyping import Float
 from torch import Tensor
 
 from kernels.attention.bands import Band, attention_plan
 from kernels.attention.naive import attention_naive
 from kernels.attention.torch_form import attention_torch, pattern_torch
-from kernels.operands import check_impl, check_rank, check_shape
+from kernels.operands import Impl, check_impl, check_rank, check_shape
 
 __all__ = ["Band", "attention", "attention_pattern", "attention_plan"]
 
@@ -23,7 +21,7 @@ def attention(
     value: Float[Tensor, "B S G V"],
     bands: tuple[Band, ...] = (),
     scale: float | None = None,
-    impl: Literal["torch", "naive"] = "torch",
+    impl: Impl = "torch",
 ) -> Float[Tensor, "B T H V"]:
     """Causal attention; the T queries are the last T of the S positions, and every band must allow a key.
 
@@ -47,7 +45,7 @@ def attention_pattern(
     value: Float[Tensor, "B S G V"] | None = None,
     bands: tuple[Band, ...] = (),
     scale: float | None = None,
-    impl: Literal["torch", "naive"] = "torch",
+    impl: Impl = "torch",
 ) -> Float[Tensor, "B H T S"]:
     """The attention probabilities themselves, for listeners only: O(T S) memory, 1 GB a head in float32 at 16,384.
 

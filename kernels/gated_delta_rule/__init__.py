@@ -3,14 +3,12 @@
 Yang, Kautz and Hatamizadeh 2025, Gated delta networks; log_decay = 0 is the delta rule (Schlag et al. 2021).
 """
 
-from typing import Literal
-
 from jaxtyping import Float
 from torch import Tensor
 
 from kernels.gated_delta_rule.naive import gated_delta_rule_naive
 from kernels.gated_delta_rule.torch_form import gated_delta_rule_torch
-from kernels.operands import RecurrentOutput, check_impl, check_recurrent, check_shape
+from kernels.operands import Impl, RecurrentOutput, check_impl, check_recurrent, check_shape
 
 __all__ = ["RecurrentOutput", "gated_delta_rule"]
 
@@ -25,7 +23,7 @@ def gated_delta_rule(
     initial_state: Float[Tensor, "B H K V"] | None = None,
     window: int | None = None,
     scale: float = 1.0,
-    impl: Literal["torch", "naive"] = "torch",
+    impl: Impl = "torch",
     chunk_size: int = 64,
 ) -> RecurrentOutput:
     """Gated delta rule, exact window included; differentiable in every tensor.

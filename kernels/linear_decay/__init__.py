@@ -3,14 +3,12 @@
 A decay fixed per head is Lightning Attention (Qin et al. 2024), one per token is Mamba-2 (Dao and Gu 2024).
 """
 
-from typing import Literal
-
 from jaxtyping import Float
 from torch import Tensor
 
 from kernels.linear_decay.naive import linear_decay_naive
 from kernels.linear_decay.torch_form import linear_decay_torch
-from kernels.operands import RecurrentOutput, check_impl, check_rank, check_recurrent, check_shape
+from kernels.operands import Impl, RecurrentOutput, check_impl, check_rank, check_recurrent, check_shape
 
 __all__ = ["RecurrentOutput", "linear_decay"]
 
@@ -24,7 +22,7 @@ def linear_decay(
     initial_state: Float[Tensor, "B H K V"] | None = None,
     window: int | None = None,
     scale: float = 1.0,
-    impl: Literal["torch", "naive"] = "torch",
+    impl: Impl = "torch",
     chunk_size: int = 64,
 ) -> RecurrentOutput:
     """Scalar-decay linear attention, exact window included; differentiable in every tensor.

@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 from jaxtyping import Float
 from torch import Tensor
 
-from kernels.operands import check_impl, check_rank, check_shape
+from kernels.operands import Impl, check_impl, check_rank, check_shape
 from kernels.short_conv.naive import short_conv_naive
 from kernels.short_conv.torch_form import short_conv_torch
 
@@ -26,7 +26,7 @@ def short_conv(
     bias: Float[Tensor, "C"] | None = None,
     activation: Literal["silu"] | None = None,
     initial: Float[Tensor, "B W-1 C"] | None = None,
-    impl: Literal["torch", "naive"] = "torch",
+    impl: Impl = "torch",
 ) -> ShortConvOutput:
     """Causal depthwise convolution with optional SiLU; C counts channels and W taps here, the last tap sees x_t.
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from torch import nn
-
+from kernels.operands import Impl
 from models.config import HybridConfig
 from models.mixers.attention import FullAttention
 from models.mixers.gdn import GatedDeltaNet
@@ -13,12 +12,12 @@ from models.mixers.mamba2 import Mamba2
 from models.mixers.mixer import Mixer
 from models.mixers.sliding_window import SlidingWindowAttention
 
-MIXERS: dict[str, type[Mixer]] = {
+MIXERS: dict[str, type[FullAttention | Lightning | Mamba2 | GatedDeltaNet]] = {
     mixer.kind: mixer for mixer in (FullAttention, SlidingWindowAttention, Lightning, Mamba2, GatedDeltaNet)
 }
 
 
-def build_mixer(config: HybridConfig, layer: int, impl: str) -> nn.Module:
+def build_mixer(config: HybridConfig, layer: int, impl: Impl) -> Mixer | HeadwiseMixer:
     kind = config.layer_kinds[layer]
     if kind != "headwise":
         return MIXERS[kind](config, config.n_heads, config.n_kv_heads, layer, impl)
@@ -29,6 +28,6 @@ def build_mixer(config: HybridConfig, layer: int, impl: str) -> nn.Module:
     )
 
 
-def paths_of(mixer: nn.Module) -> tuple[Mixer, ...]:
+def paths_of(mixer: Mixer | HeadwiseMixer) -> tuple[Mixer, ...]:
     """The parallel mixers of a layer: one, or (full, efficient) when head-wise."""
-    return (mixer.full, mixer.efficient) if isinstance(mixer, HeadwiseMixer) else (mixer,)  # type: ignore[return-value]
+    return (mixer.full, mixer.efficient) if isinstance(mixer, HeadwiseMixer) else (mixer,)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from kernels.attention import Band, attention, attention_pattern
+from kernels.operands import Impl
 from models.config import HybridConfig
 from models.mixers.mixer import Mixer, listened
 from models.rope import rotate
@@ -18,8 +19,15 @@ class FullAttention(Mixer):
     """Every key s <= t is visible."""
 
     kind = "full"
+    hook_q: HookPoint
+    hook_k: HookPoint
+    hook_v: HookPoint
+    hook_rot_q: HookPoint
+    hook_rot_k: HookPoint
+    hook_pattern: HookPoint
+    hook_z: HookPoint
 
-    def __init__(self, config: HybridConfig, n_heads: int, n_kv_heads: int, layer: int, impl: str):
+    def __init__(self, config: HybridConfig, n_heads: int, n_kv_heads: int, layer: int, impl: Impl):
         super().__init__(n_heads, n_kv_heads, impl)
         self.d_head = config.d_head
         self.rope_base = config.rope_base if self._rotates(config) else None

@@ -7,6 +7,7 @@ after a short causal convolution with SiLU; per-head RMSNorm of o, times silu(ga
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 from transformer_lens.hook_points import HookPoint
 
 from kernels.gated_delta_rule import gated_delta_rule
+from kernels.operands import Impl
 from kernels.short_conv import short_conv
 from models.config import HybridConfig
 from models.mixers.mixer import at_least_fp32, listened
@@ -28,8 +30,16 @@ L2_EPS = 1e-6
 
 class GatedDeltaNet(RecurrentMixer):
     kind = "gdn"
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    g_proj: nn.Linear
+    hook_q_pre_conv: HookPoint
+    hook_k_pre_conv: HookPoint
+    hook_v_pre_conv: HookPoint
+    hook_beta: HookPoint
 
-    def __init__(self, config: HybridConfig, n_heads: int, n_kv_heads: int, layer: int, impl: str):
+    def __init__(self, config: HybridConfig, n_heads: int, n_kv_heads: int, layer: int, impl: Impl):
         super().__init__(n_heads, n_heads, impl)
         inner = n_heads * config.d_head
         self.conv_width = config.conv_width
@@ -72,13 +82,13 @@ class GatedDeltaNet(RecurrentMixer):
 
     def _recur(self, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
         scale = query.shape[-1] ** -0.5
-        operands = {"key": key, "value": value, "log_decay": log_decay, "beta": beta}
+        operands: dict[str, Any] = {"key": key, "value": value, "log_decay": log_decay, "beta": beta}
         if listened(self.hook_ssm_state):
             state = self.hook_ssm_state(self._states(operands))
             return scale * torch.einsum("bthk,bthkv->bthv", query, state)
         return gated_delta_rule(query=query, scale=scale, window=self.state_window, impl=self.impl, **operands).out
 
-    def _states(self, operands: dict[str, Tensor]) -> Float[Tensor, "B T H K V"]:
+    def _states(self, operands: dict[str, Any]) -> Float[Tensor, "B T H K V"]:
         """Every state, windowed or not: asking with the K unit queries returns the K rows of S_t (K times the cost)."""
         key = operands["key"]
         batch, time, heads, width = key.shape

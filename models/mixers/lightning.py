@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kernels.operands import Impl
 from models.config import HybridConfig
 from models.mixers.mixer import at_least_fp32
 from models.mixers.recurrent import ScalarDecayMixer
@@ -42,8 +43,13 @@ def log_decays(convention: str, n_heads: int, layer: int, n_layers: int) -> Floa
 
 class Lightning(ScalarDecayMixer):
     kind = "lightning"
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    g_proj: nn.Linear
+    log_decay: Tensor
 
-    def __init__(self, config: HybridConfig, n_heads: int, n_kv_heads: int, layer: int, impl: str):
+    def __init__(self, config: HybridConfig, n_heads: int, n_kv_heads: int, layer: int, impl: Impl):
         super().__init__(n_heads, n_heads, impl)  # MiniMax's layer has no grouped kv heads
         inner = n_heads * config.d_head
         for name in ("q_proj", "k_proj", "v_proj", "g_proj"):

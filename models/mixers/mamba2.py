@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformer_lens.hook_points import HookPoint
 
+from kernels.operands import Impl
 from kernels.short_conv import short_conv
 from models.config import HybridConfig
 from models.mixers.mixer import at_least_fp32
@@ -28,8 +29,12 @@ class Mamba2(ScalarDecayMixer):
     """expand * D inner features in heads of d_head, whatever the model's number of attention heads."""
 
     kind = "mamba2"
+    hook_q_pre_conv: HookPoint
+    hook_k_pre_conv: HookPoint
+    hook_v_pre_conv: HookPoint
+    hook_beta: HookPoint
 
-    def __init__(self, config: HybridConfig, n_heads: int, n_kv_heads: int, layer: int, impl: str):
+    def __init__(self, config: HybridConfig, n_heads: int, n_kv_heads: int, layer: int, impl: Impl):
         inner = config.mamba2_expand * config.d_model * n_heads // config.n_heads  # a half of it when head-wise
         if inner % config.d_head:
             raise ValueError(f"Mamba-2's inner width {inner} is no multiple of d_head = {config.d_head}.")

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from hooks.restriction import Restriction
+from kernels.operands import Impl
 
 
 class Mixer(nn.Module):
@@ -18,7 +19,7 @@ class Mixer(nn.Module):
     conv_width: int = 1
     """Taps of a convolution before the state; it widens the reach by conv_width - 1 tokens."""
 
-    def __init__(self, n_heads: int, n_kv_heads: int, impl: str):
+    def __init__(self, n_heads: int, n_kv_heads: int, impl: Impl):
         super().__init__()
         self.n_heads = n_heads
         self.n_kv_heads = n_kv_heads

@@ -8,13 +8,23 @@ from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 
 from kernels.linear_decay import linear_decay
+from kernels.operands import Impl
 from models.mixers.mixer import Mixer, listened
 
 
 class RecurrentMixer(Mixer):
     """Base of Lightning, Mamba-2 and Gated DeltaNet. hook_ssm_state [B, T, H, K, V] is made only when listened to."""
 
-    def __init__(self, n_heads: int, n_kv_heads: int, impl: str):
+    hook_q: HookPoint
+    hook_k: HookPoint
+    hook_v: HookPoint
+    hook_log_decay: HookPoint
+    hook_ssm_state: HookPoint
+    hook_recurrence_out: HookPoint
+    hook_gate_input: HookPoint
+    hook_z: HookPoint
+
+    def __init__(self, n_heads: int, n_kv_heads: int, impl: Impl):
         super().__init__(n_heads, n_kv_heads, impl)
         for name in ("q", "k", "v", "log_decay", "ssm_state", "recurrence_out", "gate_input", "z"):
             setattr(self, f"hook_{name}", HookPoint())
@@ -28,7 +38,7 @@ class RecurrentMixer(Mixer):
 class ScalarDecayMixer(RecurrentMixer):
     """S_t = exp(g_t) S_{t-1} + k_t v_t^T (eq. 3, 4): Lightning (g fixed per head) and Mamba-2 (g per token)."""
 
-    def __init__(self, n_heads: int, n_kv_heads: int, impl: str):
+    def __init__(self, n_heads: int, n_kv_heads: int, impl: Impl):
         super().__init__(n_heads, n_kv_heads, impl)
         self.hook_ssm_write = HookPoint()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kernels.attention import Band
+from kernels.operands import Impl
 from models.config import HybridConfig
 from models.mixers.attention import FullAttention
 
@@ -10,7 +11,7 @@ from models.mixers.attention import FullAttention
 class SlidingWindowAttention(FullAttention):
     kind = "swa"
 
-    def __init__(self, config: HybridConfig, n_heads: int, n_kv_heads: int, layer: int, impl: str):
+    def __init__(self, config: HybridConfig, n_heads: int, n_kv_heads: int, layer: int, impl: Impl):
         super().__init__(config, n_heads, n_kv_heads, layer, impl)
         self.window = config.window
         self.sinks = config.sinks

@@ -53,8 +53,8 @@ def build(config: Config) -> dict[str, Any]:
         else:
             recipe, sources = corpus_build.Recipe(), SOURCES
             folder, fetch = (config.sources or config.cache).expanduser(), config.sources is None
-        stage = tqdm(sources, desc="fetch and verify" if fetch else "verify", unit="package")
-        located = [locate(source, folder, fetch, config.allow_other_versions) for source in stage]
+        with tqdm(sources, desc="fetch and verify" if fetch else "verify", unit="package") as stage:
+            located = [locate(source, folder, fetch, config.allow_other_versions) for source in stage]
         return corpus_build.build(config.out, recipe, located, config.evaluation_texts, config.overwrite)
 
 

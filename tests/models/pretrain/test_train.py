@@ -21,6 +21,11 @@ from models.tokenizer import Tokenizer
 CONTEXT = 256
 
 
+@pytest.fixture(autouse=True)
+def _few_validation_sequences(monkeypatch):
+    monkeypatch.setattr("models.pretrain.validation.SEQUENCES", 3)
+
+
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")
