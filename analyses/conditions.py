@@ -51,21 +51,30 @@ class Condition:
             return ""
         paths = self._paths(layers)
         if not paths:
-            return f"no {self.group} path"
-        if self.sinks and any(path.kind in RECURRENT for path in paths):
+            return f"no {self.group} path" if self.group != "layer" else f"layer {self.layer} has no mixer"
+        if self.sinks and any(path.kind in RECURRENT for path, _ in paths):
             return "a recurrent state has no sinks"
         return ""
 
     def changes_nothing(self, layers: Sequence[Any]) -> bool:
-        """True if every path's own window is at most this one: the same computation as "none", whatever the weights."""
-        if self.group in ("none", "floor") or self.reach:
-            return False
-        return all(path.window is not None and path.window <= self.window for path in self._paths(layers))
+        """True if every path's own band lies inside this one: the same computation as "none", whatever the weights.
 
-    def _paths(self, layers: Sequence[Any]) -> list[Any]:
+        False where the condition does not apply. A path's own sinks beyond these would be hidden, so they count.
+        """
+        if self.group in ("none", "floor") or self.reach or self.not_applicable(layers):
+            return False
+        return all(
+            path.window is not None and path.window <= self.window and getattr(mixer, "sinks", 0) <= self.sinks
+            for path, mixer in self._paths(layers)
+        )
+
+    def _paths(self, layers: Sequence[Any]) -> list[tuple[Any, Any]]:
+        """The (path, mixer) pairs that are restricted."""
         if self.group == "layer":
-            return list(layers[self.layer].paths) if 0 <= self.layer < len(layers) else []
-        return [path for layer in layers for path in layer.paths if (path.kind == "full") == (self.group == "full")]
+            chosen = [layers[self.layer]] if 0 <= self.layer < len(layers) else []
+            return [pair for layer in chosen for pair in zip(layer.paths, layer.mixers, strict=True)]
+        pairs = [pair for layer in layers for pair in zip(layer.paths, layer.mixers, strict=True)]
+        return [(path, mixer) for path, mixer in pairs if (path.kind == "full") == (self.group == "full")]
 
 
 def build(
@@ -76,11 +85,14 @@ def build(
     reaches: Sequence[int],
     floors: bool,
 ) -> list[Condition]:
-    """ "none" first, then each group at each window with each number of sinks, single layers, reaches, floors."""
+    """Condition "none" first, then each group at each window with each number of sinks, single layers, reaches, floors.
+
+    Values given twice count once.
+    """
     found = [Condition("none")]
     for group in ("full", "efficient"):
         found += [Condition(group, window=w, sinks=s) for w in windows for s in sinks]
         found += [Condition(group, reach=r) for r in reaches]
     found += [Condition("layer", window=w, layer=layer) for w in layer_windows for layer in range(n_layers)]
     found += [Condition("floor", window=w) for w in windows if floors]
-    return found
+    return list(dict.fromkeys(found))

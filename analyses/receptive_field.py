@@ -25,45 +25,51 @@ if TYPE_CHECKING:
 ANALYSIS = "receptive_field"
 GRID_WINDOWS = (1, 2, 4, 16, 64, 128, 256, 512, 1024, 2048)
 CPU_DOCUMENTS, CPU_PROMPTS, GPU_PROMPTS = 4, 24, 64
+Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+
+
+def _shown(metavar: str) -> Any:
+    """How --help names a value whose default the description tells, since it depends on the checkpoint or device."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
 
 
 @dataclass(frozen=True)
 class Config:
     """Measure what each model loses when its full-attention or its efficient layers see only their last w tokens."""
 
-    paths: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="PATH [PATH ...]")]
+    paths: Annotated[tuple[Path, ...], tyro.conf.Positional, _shown("PATH [PATH ...]")]
     """Checkpoint directories, or directories of them (architectures, or the steps of a run)."""
     out: Path = Path("results/receptive_field.h5")
-    """The result (HDF5). A finished one of the same configuration is printed again, another one is never replaced."""
-    windows: tuple[int, ...] | None = None
+    """The result (HDF5). A finished one of the same configuration is printed again, another is kept."""
+    windows: Annotated[tuple[int, ...] | None, _shown("W [W ...]")] = None
     """Visible tokens, self included; default: an eighth of the training length."""
-    sinks: tuple[int, ...] | None = None
+    sinks: Annotated[tuple[int, ...] | None, _shown("N [N ...]")] = None
     """First tokens that stay visible beside the window; default: 0, with --grid 0 and 4 (softmax layers only)."""
-    reach: tuple[int, ...] = ()
+    reach: Annotated[tuple[int, ...], _shown("R [R ...]")] = ()
     """Also: tokens that a group may cross in all, split over its layers."""
-    grid: bool = False
+    grid: Flag = False
     """Everything: ten windows, 0 and 4 sinks, each single layer, the reach, the floor, all documents."""
-    documents: int | None = None
+    documents: Annotated[int | None, _shown("N")] = None
     """Documents, those with the most key tokens; default: 4 on a CPU, all with --grid or on a GPU."""
-    prompts: int | None = None
+    prompts: Annotated[int | None, _shown("N")] = None
     """Needle prompts; default: 24 on a CPU, 64 with --grid or on a GPU."""
-    prompt_length: int | None = None
+    prompt_length: Annotated[int | None, _shown("T")] = None
     """Tokens of a needle prompt; default: half the training length on a CPU, all of it with --grid or on a GPU."""
     haystack: str = "essay"
     """Text round the needle: essay, repeat or noise."""
-    texts: Path | None = None
+    texts: Annotated[Path | None, _shown("FOLDER")] = None
     """Folder of own documents (NAME.txt); needs --key-tokens. Default: CPython modules that ship with the package."""
-    key_tokens: Path | None = None
+    key_tokens: Annotated[Path | None, _shown("FOLDER")] = None
     """Folder of their key tokens (NAME.json), made by `python -m analyses.key_tokens`."""
-    device: str | None = None
+    device: Annotated[str | None, _shown("DEVICE")] = None
     """cpu or cuda; default: a GPU if there is one."""
-    dtype: str | None = None
+    dtype: Annotated[str | None, _shown("DTYPE")] = None
     """float32 or bfloat16; default: float32 on a CPU, the stored one on a GPU."""
-    impl: str | None = None
+    impl: Annotated[str | None, _shown("IMPL")] = None
     """Who computes the kernels; default: the device's."""
     seed: int = 0
     """Of the prompts and of the bootstrap."""
-    overwrite: bool = False
+    overwrite: Flag = False
     """Replace a result of another configuration."""
 
     def __post_init__(self) -> None:
@@ -93,7 +99,7 @@ def receptive_field(config: Config) -> Result:
     with distributed.session() as ranks:
         plan = Plan(config, ranks.device)
         return run_units(
-            plan.units(),
+            plan.units,
             plan.compute,
             lambda parts: join(plan, parts),
             target=config.out,

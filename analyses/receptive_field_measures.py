@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor
 import hooks
 from analyses.conditions import Condition
 from analyses.evaluation import Encoded
+from models.errors import InputError
 from probes.long_ppl import token_losses
 from probes.niah import NIAHSample, accuracy
 
@@ -28,11 +30,13 @@ def document_losses(model: Any, condition: Condition, document: Encoded, context
         chosen = np.concatenate((document.key, document.matched))
         losses = np.full(len(document.ids), np.nan)
         losses[chosen] = _floor_losses(model, torch.from_numpy(document.ids), chosen, condition.window)
+        _check_finite(losses, chosen, document, condition)
     else:
         ids = torch.from_numpy(document.ids)[None].to(model.device)
         with condition.applied(model):
             scored = token_losses(model, ids, range(1, ids.shape[1]), chunk=1024)[0]
         losses = np.concatenate(([np.nan], scored.double().cpu().numpy()))
+        _check_finite(losses, np.arange(1, len(losses)), document, condition)
     bucket = np.minimum(np.arange(len(losses)) * BUCKETS // context, BUCKETS - 1)
     by_bucket = [losses[1:][bucket[1:] == b] for b in range(BUCKETS)]
     return {
@@ -41,6 +45,16 @@ def document_losses(model: Any, condition: Condition, document: Encoded, context
         "loss": _mean(losses[1:]),
         "bucket_loss": [_mean(values) for values in by_bucket],
     }
+
+
+def _check_finite(losses: np.ndarray, positions: np.ndarray, document: Encoded, condition: Condition) -> None:
+    """NaN means not measured: a model that computes NaN must not pass for that."""
+    bad = positions[~np.isfinite(losses[positions])]
+    if len(bad):
+        raise InputError(
+            f"condition {condition.label!r}, document {document.name!r}: the loss of token {bad[0]} is "
+            f"{losses[bad[0]]}; expected a finite number: check the checkpoint's weights and --dtype"
+        )
 
 
 def _mean(values: np.ndarray) -> float:
@@ -75,7 +89,8 @@ def prompt_accuracy(model: Any, condition: Condition, samples: Sequence[NIAHSamp
             for row, sample in zip(hidden, part, strict=True):
                 first, last = sample.answer_span
                 predicted = model.unembed(row[first - 1 : last - 1]).argmax(-1).cpu()
-                results.append(tuple(accuracy(predicted, sample)))
+                score = accuracy(predicted, sample)
+                results.append((score.all_correct, score.per_digit))
     return results
 
 
@@ -89,13 +104,17 @@ def _floor_accuracy(model: Any, sample: NIAHSample, window: int) -> tuple[bool, 
 
 @torch.no_grad()
 def layer_effects(model: Any, groups: Sequence[str], window: int, document: Encoded) -> dict[str, dict[int, float]]:
-    """{group: {layer: ||o - o_w|| / ||o||}} of each mixer of a group on the input it has in the unrestricted model."""
-    found = {}
-    for group in groups:
-        with hooks.mixer_effect(model, group, window=window) as effect:
-            model.final_hidden(torch.from_numpy(document.ids)[None].to(model.device))
-        found[group] = {layer: values[0] for layer, values in effect.items()}
-    return found
+    """{group: {layer: ||o - o_w|| / ||o||}} of each mixer of a group on the input it has in the unrestricted model.
+
+    0 for a mixer that puts out nothing, restricted or not (0/0). One forward pass serves all groups.
+    """
+    with ExitStack() as stack:
+        effects = {group: stack.enter_context(hooks.mixer_effect(model, group, window=window)) for group in groups}
+        model.final_hidden(torch.from_numpy(document.ids)[None].to(model.device))
+    return {
+        group: {layer: 0.0 if np.isnan(values[0]) else values[0] for layer, values in effect.items()}
+        for group, effect in effects.items()
+    }
 
 
 def _budget(model: Any) -> int:

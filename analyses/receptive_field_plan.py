@@ -16,7 +16,9 @@ from analyses import receptive_field_measures as measures
 from analyses.conditions import Condition, build
 from analyses.receptive_field import CPU_DOCUMENTS, CPU_PROMPTS, GPU_PROMPTS, GRID_WINDOWS, Config
 from analyses.result import Dataset, Variable
+from models.config import FORMAT
 from models.errors import InputError
+from models.safetensors_files import read_json
 
 DOCUMENT_BATCH, PROMPT_BATCH = 8, 64
 DTYPES = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -43,14 +45,16 @@ class Plan:
 
     def __init__(self, config: Config, device: str):
         self.config = config
-        self.device = torch.device(config.device or device)
+        self.device = _device(config.device or device)
         self.on_gpu = self.device.type == "cuda"
+        self.device_name = torch.cuda.get_device_name(self.device) if self.on_gpu else "cpu"
         if config.dtype not in DTYPES:
             raise InputError(f"--dtype is {config.dtype!r}; expected float32 or bfloat16")
         self.paths = _named(config.paths)
         self.layers: dict[str, Any] = {}
         self.contexts: dict[str, int] = {}
         self.tokenizers: dict[str, Any] = {}
+        self.dtypes: dict[str, str] = {}
         for name, path in self.paths.items():
             self._look_at(name, path)
         large = config.grid or self.on_gpu
@@ -62,24 +66,25 @@ class Plan:
         self.prompts = {name: self._prompts(name) for name in self.paths}
 
     def _look_at(self, name: str, path: Path) -> None:
-        """Loads once to refuse what cannot be studied, and keeps what the plan needs to know."""
-        model = models.load(path, device="cpu", impl=self.config.impl)
-        if not isinstance(model, models.HybridLM):
+        """Refuses what cannot be studied; keeps shapes without weights, and one tokenizer where several are equal."""
+        if read_json(path / "config.json").get("format") != FORMAT:
             raise InputError(
                 f"{path} is a Hugging Face checkpoint; receptive fields can be restricted in native ones only"
             )
+        model = models.load(path, device="meta", impl=self.config.impl)
         if model.tokenizer is None:
             raise InputError(f"{path} has no tokenizer.json; documents and prompts need one")
-        self.layers[name], self.contexts[name] = model.layers, model.config.context_length
-        self.tokenizers[name], self.impl = model.tokenizer, model.impl
-        stored = "float32" if not self.on_gpu else str(_stored_dtype(path)).removeprefix("torch.")
-        self.dtype = self.config.dtype or stored
-        self.device_name = torch.cuda.get_device_name(self.device) if self.on_gpu else "cpu"
+        self.layers[name], self.contexts[name], self.impl = model.layers, model.config.context_length, model.impl
+        alike = {tokenizer.sha256: tokenizer for tokenizer in self.tokenizers.values()}
+        self.tokenizers[name] = alike.get(model.tokenizer.sha256, model.tokenizer)  # steps of a run share what follows
+        stored = str(model.dtype).removeprefix("torch.") if self.on_gpu else "float32"
+        self.dtypes[name] = self.config.dtype or stored
 
     def _conditions(self, name: str) -> list[Condition]:
         config, context = self.config, self.contexts[name]
         default = max(1, context // 8)
-        windows = config.windows or (tuple(w for w in GRID_WINDOWS if w < context) if config.grid else (default,))
+        grid_windows = tuple(w for w in GRID_WINDOWS if w < context) or (default,)
+        windows = config.windows or (grid_windows if config.grid else (default,))
         sinks = config.sinks or (GRID_SINKS if config.grid else (0,))
         layer_windows = tuple(dict.fromkeys((default, *GRID_LAYER_WINDOWS))) if config.grid else ()
         reaches = config.reach or ((default,) if config.grid else ())
@@ -96,7 +101,16 @@ class Plan:
         context = self.contexts[name]
         length = self.config.prompt_length or (context if self.large else context // 2)
         settings = {"length": length, "n": self.n_prompts, "seed": self.config.seed, "haystack": self.config.haystack}
-        return evaluation.prompts(self.tokenizers[name], settings)
+        return self._build_prompts(self.tokenizers[name], tuple(settings.items()))
+
+    @functools.cache  # noqa: B019 (one plan a process)
+    def _build_prompts(self, tokenizer: Any, settings: tuple[tuple[str, Any], ...]) -> Any:
+        return evaluation.prompts(tokenizer, dict(settings))
+
+    @property
+    def dtype(self) -> str:
+        """Of the computation; several only where checkpoints on a GPU are stored in several."""
+        return ", ".join(dict.fromkeys(self.dtypes.values()))
 
     def identity(self) -> dict[str, Any]:
         """What decides the data: settings as resolved, content of checkpoints and texts; not where files lie."""
@@ -105,7 +119,7 @@ class Plan:
             exclude=("out", "overwrite", "paths", "device", "texts", "key_tokens"),
             checkpoints={name: provenance.checkpoint_sha256(path) for name, path in self.paths.items()},
             document_names=[document.name for document in self.documents],
-            document_sha256=[document.key_tokens.text_sha256 for document in self.documents],
+            document_sha256=[document.sha256 for document in self.documents],
             evaluators=sorted({document.key_tokens.evaluator for document in self.documents}),
             n_prompts=self.n_prompts,
             prompt_lengths={name: prompts.settings.length for name, prompts in self.prompts.items()},
@@ -124,8 +138,9 @@ class Plan:
             {c.window for c in self.conditions[name] if c.group in ("full", "efficient", "layer") and c.window}
         )
 
+    @functools.cached_property
     def units(self) -> dict[str, Unit]:
-        """In an order that loads each checkpoint once."""
+        """By id, in an order that loads each checkpoint once."""
         found = []
         for name in self.paths:
             for condition in self.measured(name):
@@ -138,14 +153,21 @@ class Plan:
                 found.append(Unit(name, "effect", Condition("full", window=window), 0, effect_documents))
         return {unit.id: unit for unit in found}
 
+    @functools.cached_property
+    def unit_ids(self) -> dict[tuple[str, str, Condition], list[str]]:
+        """The units of (checkpoint, part, condition), in order of their samples."""
+        found: dict[tuple[str, str, Condition], list[str]] = {}
+        for unit in self.units.values():
+            found.setdefault((unit.checkpoint, unit.part, unit.condition), []).append(unit.id)
+        return found
+
     def compute(self, unit: Unit) -> Dataset:
         model = self.model(unit.checkpoint)
         if unit.part == "documents":
             return self._document_unit(model, unit)
         if unit.part == "prompts":
-            scores = measures.prompt_accuracy(
-                model, unit.condition, self.prompts[unit.checkpoint][unit.first : unit.last]
-            )
+            samples = self.samples(unit.checkpoint)[unit.first : unit.last]
+            scores = measures.prompt_accuracy(model, unit.condition, samples)
             return Dataset({
                 "correct": Variable(("prompt",), np.array([float(s[0]) for s in scores]), "1", "all digits right"),
                 "digits": Variable(("prompt",), np.array([s[1] for s in scores]), "1", "share of digits right"),
@@ -179,9 +201,21 @@ class Plan:
     def model(self, name: str) -> Any:
         return models.load(self.paths[name], device=self.device, dtype=DTYPES[self.config.dtype], impl=self.config.impl)
 
-    @functools.cache  # noqa: B019 (one plan a process)
     def encoded(self, name: str) -> list[evaluation.Encoded]:
-        return [evaluation.encode(document, self.tokenizers[name]) for document in self.documents]
+        """The documents in a checkpoint's tokens."""
+        return self._encode(self.tokenizers[name])
+
+    def samples(self, name: str) -> list[Any]:
+        """The needle prompts in a checkpoint's tokens."""
+        return self._build_samples(self.prompts[name])
+
+    @functools.cache  # noqa: B019 (one plan a process)
+    def _encode(self, tokenizer: Any) -> list[evaluation.Encoded]:
+        return [evaluation.encode(document, tokenizer) for document in self.documents]
+
+    @functools.cache  # noqa: B019 (one plan a process)
+    def _build_samples(self, prompts: Any) -> list[Any]:
+        return list(prompts)
 
 
 def _named(paths: tuple[Path, ...]) -> dict[str, Path]:
@@ -200,7 +234,13 @@ def _batches(count: int, size: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, count)) for start in range(0, count, size)]
 
 
-def _stored_dtype(path: Path) -> torch.dtype:
-    from models.safetensors_files import scan
-
-    return next(iter(scan(path).tensors().values())).dtype
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InputError(f"--device is {name!r}; expected cpu, cuda or cuda:N") from error
+    if device.type not in measures.TOKENS_PER_BATCH:
+        raise InputError(f"--device is {name!r}; expected cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InputError(f"--device is {name!r}, but {torch.cuda.device_count()} GPUs are visible; use another or cpu")
+    return device

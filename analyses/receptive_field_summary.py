@@ -32,12 +32,11 @@ def join(plan: Any, parts: dict[str, Dataset]) -> Result:
 
 def _collected(plan: Any, name: str, parts: dict[str, Dataset], part: str, variable: str) -> np.ndarray:
     """[condition, sample, ...]; NaN where a condition does not apply, a copy of "none" where it changes nothing."""
-    layers, units = plan.layers[name], plan.units().values()
     rows: list[np.ndarray | None] = []
     for condition in plan.conditions[name]:
-        source = Condition("none") if condition.changes_nothing(layers) else condition
-        mine = [u for u in units if (u.checkpoint, u.part, u.condition) == (name, part, source)]
-        rows.append(np.concatenate([parts[u.id][variable] for u in mine]) if mine else None)
+        source = Condition("none") if condition.changes_nothing(plan.layers[name]) else condition
+        mine = plan.unit_ids.get((name, part, source))
+        rows.append(np.concatenate([parts[unit][variable] for unit in mine]) if mine else None)
     shape = next(row.shape for row in rows if row is not None)
     return np.stack([np.full(shape, np.nan) if row is None else row for row in rows])
 
@@ -62,7 +61,10 @@ def _documents(plan: Any, name: str, parts: dict[str, Dataset]) -> Dataset:
     }
     buckets = _collected(plan, name, parts, "documents", "bucket_loss")
     variables["bucket_loss"] = Variable(
-        ("condition", "document", "bucket"), buckets, "nat", "mean loss by position; NaN in a bucket without tokens"
+        ("condition", "document", "bucket"),
+        buckets,
+        "nat",
+        "mean loss by position; NaN in a bucket without tokens; what lies beyond the training length is in the last",
     )
     for variable, values, text in (
         ("n_key", [len(e.key) for e in encoded], "key tokens in this model's tokens"),
@@ -81,11 +83,12 @@ def _documents(plan: Any, name: str, parts: dict[str, Dataset]) -> Dataset:
 
 
 def _prompts(plan: Any, name: str, parts: dict[str, Dataset]) -> Dataset:
-    samples = list(plan.prompts[name])
+    samples, context = plan.samples(name), plan.contexts[name]
     per_prompt = {
         "depth": ([sample.depth for sample in samples], "1", "needle position / prompt length"),
         "distance": ([s.answer_span[0] - s.value_span[0] for s in samples], "token", "from needle value to answer"),
         "length": ([len(sample.input_ids) for sample in samples], "token", "prompt with its answer"),
+        "extrapolation": ([int(len(s.input_ids) > context) for s in samples], "1", "1: beyond the training length"),
     }
     variables = {key: Variable(("prompt",), *values) for key, values in per_prompt.items()}
     for variable, text in (("correct", "1 if all digits are the argmax"), ("digits", "share of digits right")):
@@ -96,8 +99,8 @@ def _prompts(plan: Any, name: str, parts: dict[str, Dataset]) -> Dataset:
 
 def _layers(plan: Any, name: str, parts: dict[str, Dataset]) -> Dataset:
     layers, windows = plan.layers[name], plan.effect_windows(name)
-    units = {u.condition.window: u.id for u in plan.units().values() if (u.checkpoint, u.part) == (name, "effect")}
-    effect = np.stack([parts[units[window]]["effect"] for window in windows])
+    units = [plan.unit_ids[name, "effect", Condition("full", window=window)][0] for window in windows]
+    effect = np.stack([parts[unit]["effect"] for unit in units])
     names = [document.name for document in plan.documents][: effect.shape[-1]]
     own = [np.nan if layer.window is None else layer.window for layer in layers]
     return Dataset(
@@ -124,11 +127,11 @@ def _summary(plan: Any, name: str, documents: Dataset, prompts: Dataset, layers:
     variables: dict[str, Variable] = {}
 
     def add(key: str, numerator: np.ndarray, weight: np.ndarray, units: str, text: str, change: str) -> None:
-        ratio, draws = resampled_ratios(numerator, weight, seed)
-        for label, values, sampled, words in (
-            (key, ratio, draws, text),
-            (f"{key}_{change}", ratio - ratio[0], draws - draws[:, :1], f"{text}, minus that of none (paired)"),
+        for label, summed, words in (
+            (key, numerator, text),
+            (f"{key}_{change}", numerator - numerator[:1], f"{text}, minus that of none (paired)"),
         ):
+            values, sampled = resampled_ratios(summed, weight, seed)
             variables[label] = Variable(("condition",), values, units, words)
             bounds = Variable(("condition", "bound"), interval(sampled), units, f"95 % bootstrap interval of {label}")
             variables[f"{label}_interval"] = bounds
@@ -141,22 +144,37 @@ def _summary(plan: Any, name: str, documents: Dataset, prompts: Dataset, layers:
     add("loss", documents["loss"], one, "nat", "mean loss over all tokens, documents weighted alike", "harm")
     correct = prompts["correct"]
     add("niah", correct, np.ones(correct.shape[1]), "1", "share of prompts with all digits right", "change")
-    effects = np.array([_largest_effect(condition, layers) for condition in conditions])
-    vacuous = np.where(np.isnan(effects), np.nan, (effects <= VACUOUS).astype(float))
-    variables |= {
-        "largest_effect": Variable(("condition",), effects, "1", "largest effect of a restricted mixer, over documents"),
-        "vacuous": Variable(("condition",), vacuous, "1", "1: no restricted mixer's output moved, so no harm could follow"),
-        "reach": Variable(("condition",), [_reach(c, plan.layers[name]) for c in conditions], "token",
-                          "tokens the restricted group can cross, self included; NaN: no bound"),
-        "status": Variable(("condition",), [_status(c, plan.layers[name]) for c in conditions], "", "empty: measured"),
-    }  # fmt: skip
-    for field in ("group", "window", "sinks", "layer"):
-        values = [getattr(condition, field) for condition in conditions]
-        variables[f"restricted_{field}"] = Variable(("condition",), values, "" if field == "group" else "1", field)
+    variables |= _described(conditions, plan.layers[name], layers)
     coords = _conditions_coord(plan, name) | {"bound": Variable(("bound",), ["low", "high"], "", "end of an interval")}
     return Dataset(
         variables, coords, "Intervals over documents (losses) and prompts (retrieval), not over training seeds"
     )
+
+
+def _described(conditions: list[Condition], layers: Any, measured: Dataset) -> dict[str, Variable]:
+    """What each condition is, how far it reaches, and whether it could have mattered."""
+    effects = np.array([_largest_effect(condition, measured) for condition in conditions])
+    vacuous = np.where(np.isnan(effects), np.nan, (effects <= VACUOUS).astype(float))
+    vacuous[[condition.changes_nothing(layers) for condition in conditions]] = 1.0
+    variables = {}
+    for key, values, unit, text in (
+        ("largest_effect", effects, "1", "largest effect of a restricted mixer, over the documents of `layers`"),
+        ("vacuous", vacuous, "1", "1: no restricted mixer's output moved, so no harm could follow"),
+        ("reach", [_reach(condition, layers) for condition in conditions], "token",
+         "tokens the restricted group can cross at most, self included; NaN: no bound"),
+        ("status", [_status(condition, layers) for condition in conditions], "", "empty: measured"),
+    ):  # fmt: skip
+        variables[key] = Variable(("condition",), values, unit, text)
+    for field, unit, text in (
+        ("group", "", "none, full, efficient, layer or floor"),
+        ("window", "token", "visible tokens, self included; 0: no window"),
+        ("sinks", "token", "first tokens that stay visible"),
+        ("layer", "1", "absolute layer id; -1: a group of layers"),
+        ("reach", "token", "budget split over the group's layers; 0: a window each"),
+    ):
+        values = [getattr(condition, field) for condition in conditions]
+        variables[f"restricted_{field}"] = Variable(("condition",), values, unit, text)
+    return variables
 
 
 def _largest_effect(condition: Condition, layers: Dataset) -> float:
@@ -174,9 +192,12 @@ def _largest_effect(condition: Condition, layers: Dataset) -> float:
 def _reach(condition: Condition, layers: Any) -> float:
     if condition.group in ("none", "floor") or condition.sinks or condition.not_applicable(layers):
         return float("nan")
-    if condition.reach:
-        return float(condition.reach)
     model = SimpleNamespace(layers=layers)
+    if condition.reach:  # the budget is that of keys and states; convolutions add to it, own windows may lie below it
+        convolutions = hooks.group_reach(model, condition.layers, 1)
+        own = hooks.group_reach(model, condition.layers, None)
+        budget = condition.reach + (convolutions or 1) - 1
+        return float(budget if own is None else min(budget, own))
     reach = hooks.group_reach(model, condition.layers, condition.window)
     return float("nan") if reach is None else float(reach)
 
@@ -187,39 +208,61 @@ def _status(condition: Condition, layers: Any) -> str:
     return NOT_RUN if condition.changes_nothing(layers) else ""
 
 
+COLUMNS = ("restriction", "log(LongPPL)", "harm [95 %]", "matched harm", "all tokens", "needles", "change [95 %]")
+LEGEND = (
+    "Losses in nats. harm, change: minus the unrestricted model [paired bootstrap over documents, over prompts; not\n"
+    "over training seeds]. matched harm: on non-key tokens that the evaluator predicts as well as the key tokens.\n"
+    "vacuous: no restricted layer's output moved. identical: no own window is wider, so nothing was computed."
+)
+
+
 def table(result: Result) -> str:
     """The summaries as text, one block a checkpoint; intervals in brackets, n/a where a condition does not apply."""
-    blocks = []
-    for name, group in result.groups.items():
-        if "/" in name or not name:
-            continue
-        documents, prompts = result.groups[f"{name}/documents"], result.groups[f"{name}/prompts"]
-        head = (
-            f"{name}   n = {documents['n_key'].sum()} key tokens in {len(documents['n_key'])} documents, "
-            f"{prompts['correct'].shape[1]} needle prompts of {prompts['length'][0]} tokens"
-        )
-        columns = f"{'restriction':26} {'log(LongPPL)':>12} {'harm [95 %]':>22} {'all tokens':>11} {'needles':>8} {'change [95 %]':>22}"
-        blocks.append("\n".join([head, columns, *(_row(group, i) for i in range(len(group["condition"])))]))
-    return "\n\n".join(blocks)
+    names = [name for name in result.groups if name and "/" not in name]
+    return "\n\n".join([*(_block(result, name) for name in names), LEGEND])
 
 
-def _row(group: Dataset, i: int) -> str:
+def _block(result: Result, name: str) -> str:
+    group, documents, prompts = (result.groups[f"{name}{part}"] for part in ("", "/documents", "/prompts"))
+    head = (
+        f"{name}   n = {documents['n_key'].sum()} key tokens in {len(documents['n_key'])} documents, "
+        f"{prompts['correct'].shape[1]} needle prompts of {prompts['length'][0]} tokens"
+    )
+    counts = {"documents": documents["extrapolation"].sum(), "prompts": prompts["extrapolation"].sum()}
+    if beyond := [f"{count} {word}" for word, count in counts.items() if count]:
+        head += f"\nextrapolation: {' and '.join(beyond)} longer than the training length"
+    rows = [COLUMNS, *(_row(group, i) for i in range(len(group["condition"])))]
+    widths = [max(len(row[column]) for row in rows if len(row) > column) for column in range(len(COLUMNS))]
+    return "\n".join([head, *(_line(row, widths) for row in rows)])
+
+
+def _line(row: tuple[str, ...], widths: list[int]) -> str:
+    cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=False)]
+    return "  ".join([row[0].ljust(widths[0]), *cells, *row[len(widths) :]]).rstrip()
+
+
+def _row(group: Dataset, i: int) -> tuple[str, ...]:
+    """The cells of one condition and, where there is something to say, a note."""
     label, status = str(group["condition"][i]), str(group["status"][i])
     if status.startswith("n/a"):
-        return f"{label:26} {status}"
-    note = "  vacuous" if group["vacuous"][i] == 1 else ""
+        return (label, *[""] * (len(COLUMNS) - 1), status)
+    note = "identical" if status == NOT_RUN else "vacuous" if group["vacuous"][i] == 1 else ""
+    matched = "" if i == 0 else _number(group["matched_loss_harm"][i], "+.3f")
     return (
-        f"{label:26} {group['log_long_ppl'][i]:12.3f} {_change(group, 'log_long_ppl_harm', i, 3):>22} "
-        f"{_number(group['loss'][i], 3):>11} {_number(group['niah'][i], 2):>8} {_change(group, 'niah_change', i, 2):>22}{note}"
-    )
+        label, _number(group["log_long_ppl"][i], ".3f"), _change(group, "log_long_ppl_harm", i, "+.3f"), matched,
+        _number(group["loss"][i], ".3f"), _number(group["niah"][i], ".2f"), _change(group, "niah_change", i, "+.2f"),
+        note,
+    )  # fmt: skip
 
 
-def _number(value: float, digits: int) -> str:
-    return "n/a" if np.isnan(value) else f"{value:.{digits}f}"
+def _number(value: float, form: str) -> str:
+    return "n/a" if np.isnan(value) else f"{value + 0.0:{form}}"
 
 
-def _change(group: Dataset, key: str, i: int, digits: int) -> str:
-    if i == 0 or np.isnan(group[key][i]):
+def _change(group: Dataset, key: str, i: int, form: str) -> str:
+    if i == 0:
         return ""
-    low, high = group[f"{key}_interval"][i]
-    return f"{group[key][i]:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
+    low, high = (_number(bound, form) for bound in group[f"{key}_interval"][i])
+    interval_text = "[n/a]" if low == "n/a" else f"[{low}, {high}]"
+    value = _number(group[key][i], form)
+    return value if value == "n/a" else f"{value} {interval_text}"

@@ -5,7 +5,9 @@ With one window the first two rows compare none, full -> w and efficient -> w; w
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -17,6 +19,7 @@ from analyses.result import Dataset, Result
 
 NAMES = {"none": "unrestricted", "full": "full attention → w", "efficient": "efficient layers → w"}
 FLOOR = "last w tokens only"
+LETTERS_PER_INCH, INCHES_PER_ENTRY = 12, 2.0
 LOOKS = looks([*NAMES.values(), FLOOR])
 ROWS = (
     ("log_long_ppl", "log(LongPPL), nats\n(loss on key tokens)"),
@@ -30,7 +33,8 @@ def draw(results: Sequence[Result]) -> Figure:
     figure, axes = plt.subplots(3, len(columns), figsize=(1.2 + 2.9 * len(columns), 7.6), squeeze=False, sharey="row")
     for column, (name, result) in enumerate(columns):
         summary, layers = result.groups[name], result.groups[f"{name}/layers"]
-        axes[0, column].set_title(f"{name}\n{_kinds(layers)}")
+        sinks = _sinks(summary)
+        axes[0, column].set_title(f"{name}\n{_kinds(layers)}" + (f"\nwith {sinks} sinks" if sinks else ""))
         windows = _windows(summary)
         for row, (variable, _) in enumerate(ROWS):
             draw_panel = _categories if len(windows) == 1 else _curves
@@ -38,7 +42,7 @@ def draw(results: Sequence[Result]) -> Figure:
         _effects(axes[2, column], layers, windows)
     for row, (_, label) in enumerate(ROWS):
         axes[row, 0].set_ylabel(label)
-    axes[1, 0].set_ylim(-0.04, 1.04)
+    axes[1, 0].set_ylim(-0.04, 1.1)
     axes[2, 0].set_ylabel("change of a mixer's output\n‖o − o_w‖ / ‖o‖")
     _legend_and_title(figure, axes, columns)
     return figure
@@ -55,11 +59,19 @@ def _windows(summary: Dataset) -> list[int]:
     return sorted(set(summary["restricted_window"][chosen].tolist()))
 
 
-def _index(summary: Dataset, group: str, window: int, sinks: int = 0) -> int | None:
+def _sinks(summary: Dataset) -> int:
+    """The fewest sinks that were tried: the ones that are drawn."""
+    chosen = np.isin(summary["restricted_group"], ["full", "efficient"]) & (summary["restricted_window"] > 0)
+    return int(summary["restricted_sinks"][chosen].min(initial=2**31)) if chosen.any() else 0
+
+
+def _index(summary: Dataset, group: str, window: int) -> int | None:
     """The condition's row, None if it is not there or was n/a."""
-    match = (summary["restricted_group"] == group) & (summary["restricted_sinks"] == sinks)
+    match = summary["restricted_group"] == group
     if group != "none":
         match &= summary["restricted_window"] == window
+    if group in ("full", "efficient"):
+        match &= summary["restricted_sinks"] == _sinks(summary)
     rows = np.flatnonzero(match)
     if not len(rows) or str(summary["status"][rows[0]]).startswith("n/a"):
         return None
@@ -76,15 +88,20 @@ def _categories(axis: Axes, summary: Dataset, variable: str, windows: list[int])
         value, (low, high) = summary[variable][row], summary[f"{variable}_interval"][row]
         look = LOOKS[name]
         axis.bar(x, value, width=0.62, alpha=0.9, **look.bar)
-        axis.errorbar(x, value, yerr=[[value - low], [high - value]], color="black", capsize=4, linewidth=1.2)
-        axis.annotate(f"{value:.2f}", (x, high), (0, 3), textcoords="offset points", ha="center", fontsize=8)
+        top = value
+        if np.isfinite(low):  # one document or prompt has no interval
+            axis.errorbar(x, value, yerr=[[value - low], [high - value]], color="black", capsize=4, linewidth=1.2)
+            top = high
+        axis.annotate(f"{value:.2f}", (x, top), (0, 3), textcoords="offset points", ha="center", fontsize=8)
     axis.set_xticks(range(3), shown)
+    axis.set_xlim(-0.5, 2.5)  # also where a bar is missing
+    axis.margins(y=0.14)  # room for the numbers
     axis.grid(axis="x", visible=False)
 
 
 def _curves(axis: Axes, summary: Dataset, variable: str, windows: list[int]) -> None:
     none = _index(summary, "none", 0)
-    axis.axhline(summary[variable][none], label=NAMES["none"], color=LOOKS[NAMES["none"]].color, linewidth=1.2)
+    axis.axhline(float(summary[variable][none]), label=NAMES["none"], color=LOOKS[NAMES["none"]].color, linewidth=1.2)
     for group, name in (("full", NAMES["full"]), ("efficient", NAMES["efficient"]), ("floor", FLOOR)):
         rows = [(w, row) for w in windows if (row := _index(summary, group, w)) is not None]
         if not rows:
@@ -125,15 +142,23 @@ def _shown_window(windows: list[int]) -> int:
 
 
 def _legend_and_title(figure: Figure, axes: np.ndarray, columns: Sequence[tuple[str, Result]]) -> None:
-    handles: dict[str, object] = {}
+    handles: dict[str, Any] = {}
     for axis in axes[:, :].ravel():
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
-    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=4, frameon=False)
-    _, result = columns[0]
-    figure.suptitle(
-        "What is lost when a group of layers sees only its last w tokens\n"
-        f"95 % bootstrap intervals over {result.attributes['n_documents']} documents (top) and "
-        f"{result.attributes['n_prompts']} needle prompts (middle); bottom: mean and range over documents",
-        fontsize=10,
+    width = figure.get_size_inches()[0]
+    ncols = max(1, min(len(handles), int(width // INCHES_PER_ENTRY)))
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=ncols, frameon=False)
+    lines = (
+        "What is lost when a group of layers sees only its last w tokens",
+        f"95 % bootstrap intervals over {_counts(columns, 'n_documents')} documents (top) and "
+        f"{_counts(columns, 'n_prompts')} needle prompts (middle); bottom: mean and range over documents",
     )
+    wrapped = [part for line in lines for part in textwrap.wrap(line, int(LETTERS_PER_INCH * width))]
+    figure.suptitle("\n".join(wrapped), fontsize=10)
+
+
+def _counts(columns: Sequence[tuple[str, Result]], attribute: str) -> str:
+    """The number that all columns share, else its range."""
+    found = sorted({int(result.attributes[attribute]) for _, result in columns})
+    return str(found[0]) if len(found) == 1 else f"{found[0]} to {found[-1]}"

@@ -50,8 +50,7 @@ def matched_tokens(
     `caliper_log_p` nats) and a similar frequency (ratio of counts within e^caliper_log_count; `counts` per token id,
     default: within this text), lies beyond the short context too, and touches no key interval. The evaluator's log p
     of a token is that of the evaluator token which holds its first character that is no space. The assignment pairs
-    as many key tokens as possible and among those minimises the summed squared distance in units of the calipers;
-    ties go to the nearest pair in the text.
+    as many key tokens as possible at the least summed squared distance in calipers; ties go to the nearest pair.
     """
     if caliper_log_p <= 0 or caliper_log_count <= 0:
         raise ValueError(
@@ -72,8 +71,8 @@ def matched_tokens(
     nearness = np.abs(keys[:, None] - candidates) * (1e-6 / len(ids))
     cost = np.where(allowed, far_log_p**2 + far_count**2 + nearness, 3.0 * (len(keys) + 1))
     rows, columns = linear_sum_assignment(cost)
-    rows, columns = rows[kept := allowed[rows, columns]], columns[kept]
-    return MatchedTokens(keys[rows], candidates[columns], len(keys) - len(rows))
+    kept = allowed[rows, columns]
+    return MatchedTokens(keys[rows[kept]], candidates[columns[kept]], len(keys) - int(kept.sum()))
 
 
 def _trimmed(offsets: Sequence[tuple[int, int]], text: str) -> tuple[np.ndarray, np.ndarray]:

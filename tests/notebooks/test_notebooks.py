@@ -1,0 +1,187 @@
+"""The notebooks run from top to bottom on a CPU, and what is committed is what they print."""
+
+import copy
+import json
+import os
+import re
+from pathlib import Path
+
+import nbformat
+import numpy as np
+import pytest
+from ipykernel.kernelspec import write_kernel_spec
+from jupyter_client import AsyncKernelManager
+from jupyter_client.kernelspec import KernelSpecManager
+from nbclient import NotebookClient
+
+from analyses import store
+from analyses.result import Dataset, Result, Variable
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = ROOT / "notebooks"
+STORED = NOTEBOOKS / "results" / "receptive_field_grid.h5"
+NAMES = sorted(path.name for path in NOTEBOOKS.glob("*.ipynb"))
+ABSOLUTE_PATH = re.compile(r"(?<![\w./:<>-])(?:/[\w.@+-]+){2,}|\b[A-Za-z]:\\\w")
+
+
+@pytest.fixture(scope="module")
+def execute(tmp_path_factory):
+    """(name, expression) -> the executed copy, and the value of the expression in its kernel, through JSON."""
+    specs = tmp_path_factory.mktemp("kernels")
+    write_kernel_spec(specs / "python3")  # this interpreter, whatever kernels the machine has registered
+
+    def run(name, expression, **environment):
+        notebook = copy.deepcopy(committed(name))
+        ask = f"import json as _json\nprint('ANSWER', _json.dumps({expression}))"
+        notebook.cells.append(nbformat.v4.new_code_cell(ask))
+        manager = AsyncKernelManager(
+            kernel_name="python3", kernel_spec_manager=KernelSpecManager(kernel_dirs=[str(specs)])
+        )
+        client = NotebookClient(
+            notebook, km=manager, coalesce_streams=True, resources={"metadata": {"path": str(NOTEBOOKS)}}
+        )
+        search = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        client.execute(env={**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1", **environment})
+        answer = next(line for line in printed(notebook.cells.pop()).splitlines() if line.startswith("ANSWER "))
+        return notebook, json.loads(answer.removeprefix("ANSWER "))
+
+    return run
+
+
+def committed(name):
+    return nbformat.read(NOTEBOOKS / name, as_version=4)
+
+
+def printed(cell):
+    return "".join(output.text for output in cell.outputs if output.output_type == "stream")
+
+
+def code_cells(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def texts(cell):
+    """Whatever a reader sees of a cell, images apart."""
+    yield cell.source
+    for output in cell.get("outputs", ()):
+        yield output.get("text", "")
+        for kind, data in output.get("data", {}).items():
+            if not kind.startswith("image/"):
+                yield data
+
+
+def figures(notebook):
+    outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
+    return [output.data["image/png"] for output in outputs if "image/png" in output.get("data", {})]
+
+
+def test_tour_breaks_the_answer_and_gives_the_model_back(execute):
+    notebook, found = execute(
+        "00_tour.ipynb",
+        "{'value': sample.value, 'answers': answers, 'looking': looking, 'identical': identical and not left_over,"
+        " 'mass': mass.max().max(), 'layer': model.layers[best_layer].kind, 'distance': distance}",
+    )
+    answers = found["answers"]
+    assert re.fullmatch(r"\d{7}", found["value"])
+    assert answers["unrestricted"] == answers["efficient -> 64"] == found["value"]
+    assert answers["full -> 64"] != found["value"]
+    assert found["distance"] > 64
+    assert found["mass"] > 0.5
+    assert found["looking"]
+    assert found["layer"] == "full"
+    assert found["identical"]
+    assert len(figures(notebook)) == 2
+
+
+def test_receptive_field_reads_the_stored_file(execute):
+    name = "01_receptive_field.ipynb"
+    notebook, found = execute(name, "{'names': names, 'W': W, 'verdicts': verdicts.to_dict()}")
+    stored = store.read(STORED)
+    assert found["names"] == [group for group in stored.groups if group and "/" not in group]
+    assert set(found["verdicts"]) == set(found["names"])
+    assert {verdict for column in found["verdicts"].values() for verdict in column.values()} <= {"yes", "no", "-"}
+    for checkpoint, column in found["verdicts"].items():  # the summary's own interval decides the first statement
+        summary = stored.groups[checkpoint]
+        row = list(summary["condition"]).index(f"full -> {found['W']}")
+        harmed = summary["log_long_ppl_harm_interval"][row, 0] > 0
+        assert column[f"full -> {found['W']} harms key tokens"] == ("yes" if harmed else "no")
+    assert len(figures(notebook)) >= 5
+    conclusions = [printed(code_cells(version)[-1]) for version in (notebook, committed(name))]
+    assert conclusions[0] == conclusions[1], f"{name} is older than {STORED.name}: run it again and commit it"
+
+
+def test_receptive_field_reads_a_smaller_study(execute, tmp_path):
+    """One checkpoint, two windows, no sinks, layers, reach or floor: what a CPU run without --grid writes."""
+    small = tmp_path / "small.h5"
+    name = store.read(STORED).attributes["checkpoint_name"][-1]
+    store.write(small, without_grid(store.read(STORED), name))
+    _, found = execute(
+        "01_receptive_field.ipynb", "{'names': names, 'windows': RUN, 'W': W}", RECEPTIVE_FIELD_H5=str(small)
+    )
+    assert found["names"] == [name]
+    assert len(found["windows"]) == 2
+    assert found["W"] in found["windows"]
+
+
+def without_grid(result, name):
+    """The result reduced to one checkpoint and the conditions of its two widest windows."""
+    summary = result.groups[name]
+    windows = sorted(set(summary["restricted_window"][summary["restricted_group"] == "full"]))[-2:]
+    grouped = np.isin(summary["restricted_group"], ["full", "efficient"]) & (summary["restricted_sinks"] == 0)
+    kept = (summary["restricted_group"] == "none") | (grouped & np.isin(summary["restricted_window"], windows))
+    groups = {
+        path: Dataset(reduced(group.variables, kept), reduced(group.coords, kept), group.description)
+        for path, group in result.groups.items()
+        if path.split("/")[0] == name
+    }
+    return Result(groups, result.attributes)
+
+
+def reduced(variables, kept):
+    return {
+        name: Variable(v.dims, v.values.compress(kept, v.dims.index("condition")), v.units, v.description)
+        if "condition" in v.dims
+        else v
+        for name, v in variables.items()
+    }
+
+
+def test_there_are_two_notebooks():
+    assert NAMES == ["00_tour.ipynb", "01_receptive_field.ipynb"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_committed_notebook_is_executed_small_and_portable(name):
+    path = NOTEBOOKS / name
+    notebook = committed(name)
+    nbformat.validate(notebook)
+    assert path.read_text(encoding="utf-8") == nbformat.writes(notebook) + "\n"
+    assert path.stat().st_size < 1_000_000
+    assert notebook.metadata.kernelspec.name == "python3"
+    counts = [cell.execution_count for cell in code_cells(notebook)]
+    assert counts == list(range(1, len(counts) + 1)), f"{name} was not run from top to bottom"
+    assert figures(notebook)
+    outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
+    assert not [output for output in outputs if output.output_type == "error" or output.get("name") == "stderr"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_committed_notebook_names_no_machine(name):
+    for cell in committed(name).cells:
+        for text in texts(cell):
+            assert not ABSOLUTE_PATH.search(text), f"{name}: {ABSOLUTE_PATH.search(text).group()!r} in {text[:80]!r}"
+
+
+@pytest.mark.parametrize(
+    ("text", "machine"),
+    [
+        ("/home/ann/lib/x.py:21: Warning", True),
+        ("file '/tmp/a'", True),
+        (r"C:\Users\ann", True),
+        ("notebooks/results/x.h5", False),
+        ("‖o − o_w‖ / ‖o‖", False),
+        ("</td></tr>", False),
+    ],
+)
+def test_absolute_paths_are_recognised(text, machine):
+    assert bool(ABSOLUTE_PATH.search(text)) is machine
