@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 import hooks
 from analyses.conditions import Condition
@@ -19,32 +18,51 @@ from probes.niah import NIAHSample, accuracy
 
 BUCKETS = 8
 TOKENS_PER_BATCH = {"cpu": 4096, "cuda": 131_072}
+CHUNK = 4096  # positions unembedded at a time
 
 
-def document_losses(model: Any, condition: Condition, document: Encoded, context: int) -> dict[str, Any]:
-    """Sums and means in nats: key_loss (sum over key tokens), matched_loss (mean), loss (mean), bucket_loss [BUCKETS].
+def document_losses(
+    model: Any, condition: Condition, documents: Sequence[Encoded], context: int
+) -> list[dict[str, Any]]:
+    """Per document, in nats: key_loss (sum over key tokens), matched_loss (mean), loss (mean), bucket_loss [BUCKETS].
 
     The floor knows only key and matched tokens, each from the last w tokens before it; the rest is NaN there.
     """
     if condition.group == "floor":
-        chosen = np.concatenate((document.key, document.matched))
-        losses = np.full(len(document.ids), np.nan)
-        losses[chosen] = _floor_losses(model, torch.from_numpy(document.ids), chosen, condition.window)
-        _check_finite(losses, chosen, document, condition)
+        scored = [np.concatenate((document.key, document.matched)) for document in documents]
+        losses = _floor_losses(model, documents, scored, condition.window)
     else:
-        ids = torch.from_numpy(document.ids)[None].to(model.device)
+        scored = [np.arange(1, len(document.ids)) for document in documents]
         with condition.applied(model):
-            scored = token_losses(model, ids, range(1, ids.shape[1]), chunk=1024)[0]
-        losses = np.concatenate(([np.nan], scored.double().cpu().numpy()))
-        _check_finite(losses, np.arange(1, len(losses)), document, condition)
+            losses = _all_losses(model, documents)
+    results = []
+    for document, values, positions in zip(documents, losses, scored, strict=True):
+        _check_finite(values, positions, document, condition)
+        results.append(_summed(values, document, context))
+    return results
+
+
+def _summed(losses: np.ndarray, document: Encoded, context: int) -> dict[str, Any]:
     bucket = np.minimum(np.arange(len(losses)) * BUCKETS // context, BUCKETS - 1)
-    by_bucket = [losses[1:][bucket[1:] == b] for b in range(BUCKETS)]
     return {
         "key_loss": float(losses[document.key].sum()),
         "matched_loss": _mean(losses[document.matched]),
         "loss": _mean(losses[1:]),
-        "bucket_loss": [_mean(values) for values in by_bucket],
+        "bucket_loss": [_mean(losses[1:][bucket[1:] == b]) for b in range(BUCKETS)],
     }
+
+
+def _all_losses(model: Any, documents: Sequence[Encoded]) -> list[np.ndarray]:
+    """The loss of every token but the first. Documents of a batch are padded behind their end, which nothing sees."""
+    losses: list[np.ndarray] = []
+    longest = max(len(document.ids) for document in documents)
+    size = max(1, _budget(model) // longest)
+    for start in range(0, len(documents), size):
+        part = [torch.from_numpy(document.ids) for document in documents[start : start + size]]
+        batch = torch.nn.utils.rnn.pad_sequence(part, batch_first=True).to(model.device)
+        found = token_losses(model, batch, range(1, batch.shape[1]), chunk=CHUNK).double().cpu().numpy()
+        losses += [np.concatenate(([np.nan], row[: len(ids) - 1])) for row, ids in zip(found, part, strict=True)]
+    return losses
 
 
 def _check_finite(losses: np.ndarray, positions: np.ndarray, document: Encoded, condition: Condition) -> None:
@@ -61,16 +79,23 @@ def _mean(values: np.ndarray) -> float:
     return float(values.mean()) if len(values) else float("nan")
 
 
-def _floor_losses(model: Any, ids: Tensor, positions: np.ndarray, window: int) -> np.ndarray:
-    """Loss of each token when the model is given only the `window` tokens before it (all of them where fewer exist)."""
-    losses = np.empty(len(positions))
-    for width in np.unique(np.minimum(positions, window)):
-        rows = np.flatnonzero(np.minimum(positions, window) == width)
-        size = max(1, _budget(model) // int(width))
-        for start in range(0, len(rows), size):
-            part = rows[start : start + size]
-            batch = torch.stack([ids[p - width : p + 1] for p in positions[part]]).to(model.device)
-            losses[part] = token_losses(model, batch, [int(width)])[:, 0].double().cpu().numpy()
+def _floor_losses(
+    model: Any, documents: Sequence[Encoded], chosen: Sequence[np.ndarray], window: int
+) -> list[np.ndarray]:
+    """Loss of each chosen token when the model is given only the `window` tokens before it (or all, where fewer)."""
+    losses = [np.full(len(document.ids), np.nan) for document in documents]
+    by_width: dict[int, list[tuple[int, int]]] = {}
+    for index, positions in enumerate(chosen):
+        for position in positions:
+            by_width.setdefault(min(int(position), window), []).append((index, int(position)))
+    for width, tokens in sorted(by_width.items()):
+        size = max(1, _budget(model) // width)
+        for start in range(0, len(tokens), size):
+            part = tokens[start : start + size]
+            rows = np.stack([documents[i].ids[p - width : p + 1] for i, p in part])
+            found = token_losses(model, torch.from_numpy(rows).to(model.device), [width])[:, 0].double().cpu().numpy()
+            for (index, position), loss in zip(part, found, strict=True):
+                losses[index][position] = loss
     return losses
 
 

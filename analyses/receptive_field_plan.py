@@ -20,7 +20,8 @@ from models.config import FORMAT
 from models.errors import InputError
 from models.safetensors_files import read_json
 
-DOCUMENT_BATCH, PROMPT_BATCH = 8, 64
+DOCUMENT_BATCH = {"cpu": 8, "cuda": 32}
+PROMPT_BATCH, EFFECT_DOCUMENTS = 64, 4
 DTYPES = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 GRID_SINKS, GRID_LAYER_WINDOWS = (0, 4), (16,)
 
@@ -145,10 +146,11 @@ class Plan:
         for name in self.paths:
             for condition in self.measured(name):
                 found += [
-                    Unit(name, "documents", condition, *rows) for rows in _batches(len(self.documents), DOCUMENT_BATCH)
+                    Unit(name, "documents", condition, *rows)
+                    for rows in _batches(len(self.documents), DOCUMENT_BATCH[self.device.type])
                 ]
                 found += [Unit(name, "prompts", condition, *rows) for rows in _batches(self.n_prompts, PROMPT_BATCH)]
-            effect_documents = len(self.documents) if self.config.grid else 1
+            effect_documents = min(len(self.documents), EFFECT_DOCUMENTS) if self.config.grid else 1
             for window in self.effect_windows(name):
                 found.append(Unit(name, "effect", Condition("full", window=window), 0, effect_documents))
         return {unit.id: unit for unit in found}
@@ -175,10 +177,8 @@ class Plan:
         return self._effect_unit(model, unit)
 
     def _document_unit(self, model: Any, unit: Unit) -> Dataset:
-        rows = [
-            measures.document_losses(model, unit.condition, document, self.contexts[unit.checkpoint])
-            for document in self.encoded(unit.checkpoint)[unit.first : unit.last]
-        ]
+        documents = self.encoded(unit.checkpoint)[unit.first : unit.last]
+        rows = measures.document_losses(model, unit.condition, documents, self.contexts[unit.checkpoint])
         variables = {
             name: Variable(("document",), np.array([row[name] for row in rows]), "nat", name)
             for name in ("key_loss", "matched_loss", "loss")

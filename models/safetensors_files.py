@@ -76,9 +76,7 @@ def _scan_shards(directory: Path, index: Path) -> WeightFiles:
         if absent := sorted(listed - set(header)):
             raise CheckpointError(f"{path} lacks tensor {absent[0]!r} that {INDEX} places there; the index is stale.")
         if unlisted := sorted(set(header) - listed):
-            raise CheckpointError(
-                f"{path} holds {unlisted[0]!r}, which {INDEX} does not list; the index is stale."
-            )
+            raise CheckpointError(f"{path} holds {unlisted[0]!r}, which {INDEX} does not list; the index is stale.")
         shapes.update(header)
     return WeightFiles({name: directory / str(file) for name, file in weight_map.items()}, shapes)
 

@@ -15,21 +15,29 @@ from torch import Tensor
 from probes.niah import insert
 
 NEEDLE_STREAM, ORDER_STREAM = 1, 2  # so that needles and order draw from unrelated generators
+WHOLE_SHARE = 0.5  # of needle prompts fill their sequence; the others follow ordinary text
+MINIMUM = 200  # tokens that any needle prompt fits into under a small vocabulary
+SHORTEST = 1 / 8  # of the sequence, for a prompt that does not fill it
 
 
 class TokenStream:
     """Blocks of `length` consecutive ids of a uint16 file, every block once an epoch, in a new order each epoch.
 
-    With probability `niah_share` a sequence becomes a needle sequence of the same length (probes.niah.insert).
+    With probability `niah_share` a sequence ends in a needle prompt (probes.niah.insert): its announcement, needle,
+    question and answer. Only a share `whole` of the prompts fills the sequence. Were it all of them, a model could take
+    the announcement's distance, always the same, for the sign to retrieve, and would retrieve at that length alone.
     """
 
-    def __init__(self, path: Path, length: int, seed: int, niah_share: float, tokenizer: Any):
+    def __init__(
+        self, path: Path, length: int, seed: int, niah_share: float, tokenizer: Any, whole: float = WHOLE_SHARE
+    ):
         if not path.is_file():
             raise ValueError(f"{path}: no such corpus file; build it with 'make corpus'.")
         self.ids = np.memmap(path, dtype=np.uint16, mode="r")
         self.length = length
         self.seed = seed
         self.niah_share = niah_share
+        self.whole = whole
         self.tokenizer = tokenizer
         self.blocks = (len(self.ids) - length) // length  # one block less: every epoch starts at its own offset
         if self.blocks < 1:
@@ -48,8 +56,15 @@ class TokenStream:
         rng = np.random.default_rng((self.seed, NEEDLE_STREAM, index))
         if rng.random() >= self.niah_share:
             return block, None
-        needle = insert(block, self.tokenizer, rng, self.length)
-        return needle.input_ids, needle.answer_span
+        size = self.length if rng.random() < self.whole else int(rng.integers(self._shortest, self.length + 1))
+        before = self.length - size
+        needle = insert(block[before:], self.tokenizer, rng, size)
+        start, end = needle.answer_span
+        return np.concatenate((block[:before], needle.input_ids)), (before + start, before + end)
+
+    @property
+    def _shortest(self) -> int:
+        return min(self.length, max(MINIMUM, round(self.length * SHORTEST)))
 
     def batch(self, step: int, batch_size: int) -> tuple[Tensor, int]:
         """The batch [B, length] int64 of `step` (from 0), and how many of its sequences carry a needle."""

@@ -21,7 +21,7 @@ class Validation:
 
     def __init__(self, path: Path, length: int, tokenizer: Any, device: torch.device):
         plain = TokenStream(path, length, VALIDATION_SEED, 0.0, tokenizer)
-        needles = TokenStream(path, length, VALIDATION_SEED, 1.0, tokenizer)
+        needles = TokenStream(path, length, VALIDATION_SEED, 1.0, tokenizer, whole=1.0)
         count = min(SEQUENCES, plain.blocks)
         self.plain = torch.from_numpy(np.stack([plain.sequence(i)[0] for i in range(count)]).astype(np.int64))
         drawn = [needles.sequence(i) for i in range(count)]

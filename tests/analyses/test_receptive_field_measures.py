@@ -38,12 +38,27 @@ def test_the_floor_equals_feeding_the_last_w_tokens_one_position_at_a_time(plan,
         logits = model(ids[max(0, position - window) : position][None])[0, -1].double()
         return F.cross_entropy(logits[None], ids[position][None]).item()
 
-    found = measures.document_losses(model, Condition("floor", window=window), document, CONTEXT)
+    found = measures.document_losses(model, Condition("floor", window=window), [document], CONTEXT)[0]
     assert abs(found["key_loss"] - sum(naive(p) for p in document.key)) < 1e-4
     assert abs(found["matched_loss"] - np.mean([naive(p) for p in document.matched])) < 1e-5
     assert np.isnan(found["loss"])
-    free = measures.document_losses(model, Condition("none"), document, CONTEXT)
+    free = measures.document_losses(model, Condition("none"), [document], CONTEXT)[0]
     assert (abs(found["key_loss"] - free["key_loss"]) < 1e-4) == (window == 500)
+
+
+@pytest.mark.parametrize(
+    "condition", [Condition("none"), Condition("efficient", window=3), Condition("floor", window=9)]
+)
+def test_a_batch_of_documents_equals_one_by_one(plan, condition, monkeypatch):
+    model, documents = plan.model("mixed"), plan.encoded("mixed")
+    assert len({len(document.ids) for document in documents}) > 1
+    monkeypatch.setattr(measures, "TOKENS_PER_BATCH", {"cpu": 10**6})
+    together = measures.document_losses(model, condition, documents, CONTEXT)
+    monkeypatch.setattr(measures, "TOKENS_PER_BATCH", {"cpu": 1})
+    for document, found in zip(documents, together, strict=True):
+        alone = measures.document_losses(model, condition, [document], CONTEXT)[0]
+        for key, value in alone.items():
+            np.testing.assert_allclose(found[key], value, rtol=1e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +69,7 @@ def test_losses_are_those_of_the_probe(plan, condition):
     for document, encoded in zip(plan.documents, plan.encoded("mixed"), strict=True):
         with condition.applied(model):
             expected = long_ppl.long_ppl(model, document.text, document.key_tokens)
-        found = measures.document_losses(model, condition, encoded, CONTEXT)
+        found = measures.document_losses(model, condition, [encoded], CONTEXT)[0]
         assert expected.positions.tolist() == encoded.key.tolist()
         assert abs(found["key_loss"] - expected.key_losses.sum()) < 1e-9
         assert abs(found["loss"] - expected.log_ppl) < 1e-9
@@ -70,7 +85,7 @@ def test_losses_are_those_of_the_probe(plan, condition):
     if condition.group == "none":
         total = np.concatenate([part["key_loss"] for part in parts.values()]).sum()
         n_key = sum(len(encoded.key) for encoded in plan.encoded("mixed"))
-        assert abs(total / n_key - long_ppl.aggregate(results).log_long_ppl) < 1e-9
+        assert abs(total / n_key - long_ppl.aggregate(results).log_long_ppl) < 1e-6
 
 
 @pytest.mark.parametrize("window", [1, 9, 10_000])
@@ -167,12 +182,12 @@ def test_a_model_that_computes_nan_is_refused_not_stored_as_not_measured(tiny, p
     document = plan.encoded("mixed")[0]
     for condition in (Condition("none"), Condition("floor", window=3)):
         with pytest.raises(InputError, match=r"document 'text0': the loss of token \d+ is nan"):
-            measures.document_losses(broken, condition, document, CONTEXT)
+            measures.document_losses(broken, condition, [document], CONTEXT)[0]
 
 
 def test_tokens_beyond_the_training_length_fall_into_the_last_bucket(plan):
     model, document = plan.model("mixed"), plan.encoded("mixed")[0]
-    found = measures.document_losses(model, Condition("none"), document, 8)["bucket_loss"]
+    found = measures.document_losses(model, Condition("none"), [document], 8)[0]["bucket_loss"]
     losses = long_ppl.long_ppl(model, plan.documents[0].text, plan.documents[0].key_tokens).losses
     np.testing.assert_allclose(found[7], losses[7:].mean(), rtol=1e-9)
     np.testing.assert_allclose(found[1:7], losses[1:7], rtol=1e-9)

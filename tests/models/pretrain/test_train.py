@@ -207,6 +207,26 @@ def test_needle_sequences_end_in_the_value_that_stands_in_them(corpus):
     assert tokenizer.decode(ids).count(value) == 2
 
 
+def test_needle_prompts_start_anywhere_but_end_at_the_end(corpus):
+    tokenizer = tokenizer_of(corpus)
+    stream = TokenStream(corpus / "train.bin", CONTEXT + 1, 0, 1.0, tokenizer)
+    plain = TokenStream(corpus / "train.bin", CONTEXT + 1, 0, 0.0, tokenizer)
+    starts = []
+    for index in range(40):
+        ids, (start, end) = stream.sequence(index)
+        assert (len(ids), end) == (CONTEXT + 1, CONTEXT + 1)
+        text = tokenizer.decode(ids)
+        announced = text.index("A special magic number is hidden")
+        assert text.count(tokenizer.decode(ids[start:end]).strip()) == 2
+        before = len(tokenizer.encode(text[:announced]))
+        assert np.array_equal(ids[: max(0, before - 1)], plain.sequence(index)[0][: max(0, before - 1)])
+        starts.append(announced)
+    assert 10 < starts.count(0) < 30
+    assert len(set(starts)) > 8
+    whole = TokenStream(corpus / "train.bin", CONTEXT + 1, 0, 1.0, tokenizer, whole=1.0)
+    assert all(tokenizer.decode(whole.sequence(i)[0]).startswith("A special magic") for i in range(20))
+
+
 def test_a_failing_stream_raises_in_the_trainer(corpus):
     stream = TokenStream(corpus / "train.bin", CONTEXT + 1, 0, 0.0, tokenizer_of(corpus))
     stream.sequence = lambda index: 1 / 0
