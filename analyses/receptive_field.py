@@ -54,7 +54,7 @@ class Config:
     prompts: Annotated[int | None, _shown("N")] = None
     """Needle prompts; default: 24 on a CPU, 64 with --grid or on a GPU."""
     prompt_length: Annotated[int | None, _shown("T")] = None
-    """Tokens of a needle prompt; default: half the training length on a CPU, all of it with --grid or on a GPU."""
+    """Tokens of a needle prompt; default: a quarter of the training length on a CPU, else (--grid, GPU) all."""
     haystack: str = "essay"
     """Text round the needle: essay, repeat or noise."""
     texts: Annotated[Path | None, _shown("FOLDER")] = None

@@ -100,7 +100,7 @@ class Plan:
 
     def _prompts(self, name: str) -> Any:
         context = self.contexts[name]
-        length = self.config.prompt_length or (context if self.large else context // 2)
+        length = self.config.prompt_length or (context if self.large else context // 4)
         settings = {"length": length, "n": self.n_prompts, "seed": self.config.seed, "haystack": self.config.haystack}
         return self._build_prompts(self.tokenizers[name], tuple(settings.items()))
 
@@ -222,12 +222,14 @@ def _named(paths: tuple[Path, ...]) -> dict[str, Path]:
     """{name: checkpoint}: the directory's name, with its parents' where two would be alike."""
     if not paths:
         raise InputError("no checkpoint given; name a checkpoint directory or a directory of them")
-    found = [checkpoint.resolve() for path in paths for checkpoint in models.find_checkpoints(path)]
-    found = list(dict.fromkeys(found))
+    places: dict[Path, Path] = {}  # where it lies: how it was given, which is what the result records
+    for path in paths:
+        for checkpoint in models.find_checkpoints(path):
+            places.setdefault(checkpoint.resolve(), checkpoint)
     depth = 1
-    while len({path.parts[-depth:] for path in found}) < len(found):
+    while len({place.parts[-depth:] for place in places}) < len(places):
         depth += 1
-    return {"_".join(path.parts[-depth:]).strip("/"): path for path in found}
+    return {"_".join(place.parts[-depth:]).strip("/"): given for place, given in places.items()}
 
 
 def _batches(count: int, size: int) -> list[tuple[int, int]]:

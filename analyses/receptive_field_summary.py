@@ -228,6 +228,9 @@ def _block(result: Result, name: str) -> str:
         f"{name}   n = {documents['n_key'].sum()} key tokens in {len(documents['n_key'])} documents, "
         f"{prompts['correct'].shape[1]} needle prompts of {prompts['length'][0]} tokens"
     )
+    windows = set(group["restricted_window"][group["restricted_window"] > 0].tolist())
+    if len(windows) == 1:
+        head += f", {(prompts['distance'] >= min(windows)).sum()} of them with the needle beyond {min(windows)}"
     counts = {"documents": documents["extrapolation"].sum(), "prompts": prompts["extrapolation"].sum()}
     if beyond := [f"{count} {word}" for word, count in counts.items() if count]:
         head += f"\nextrapolation: {' and '.join(beyond)} longer than the training length"

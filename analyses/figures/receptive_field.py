@@ -43,6 +43,7 @@ def draw(results: Sequence[Result]) -> Figure:
     for row, (_, label) in enumerate(ROWS):
         axes[row, 0].set_ylabel(label)
     axes[1, 0].set_ylim(-0.04, 1.1)
+    axes[2, 0].set_ylim(bottom=-0.05)  # only now: it would fix the upper end to the columns drawn so far
     axes[2, 0].set_ylabel("change of a mixer's output\n‖o − o_w‖ / ‖o‖")
     _legend_and_title(figure, axes, columns)
     return figure
@@ -134,7 +135,6 @@ def _effects(axis: Axes, layers: Dataset, windows: list[int]) -> None:
                 )
     axis.set_xlabel(f"layer (w = {window})")
     axis.set_xticks(range(len(layers["layer"])))
-    axis.set_ylim(bottom=-0.05)
 
 
 def _shown_window(windows: list[int]) -> int:
