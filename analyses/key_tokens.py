@@ -6,13 +6,14 @@ ICLR 2025).
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
+
+from models import command_line
 
 if TYPE_CHECKING:
     from probes.long_ppl import KeyTokens
@@ -101,15 +102,10 @@ def _finished(config: Config, name: str, stem: str, text: str) -> KeyTokens | No
     return stored
 
 
-def main(arguments: list[str] | None = None) -> int:
-    try:
-        results = run(tyro.cli(Config, args=arguments, prog="python -m analyses.key_tokens"))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+def main(config: Config) -> None:
+    results = run(config)
     print(f"{sum(found.n_key for found in results.values())} key tokens in {len(results)} texts")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command_line.run(main, Config, prog="python -m analyses.key_tokens")

@@ -104,7 +104,14 @@ def test_every_package_is_listed_and_typed():
 
 
 @pytest.mark.parametrize(
-    "module", ["analyses.receptive_field", "models.pretrain", "models.pretrain.corpus", "analyses.figures"]
+    "module",
+    [
+        "analyses.receptive_field",
+        "analyses.key_tokens",
+        "models.pretrain",
+        "models.pretrain.corpus",
+        "analyses.figures",
+    ],
 )
 def test_help_is_fast_to_come(module):
     """--help must not import torch, transformers or TransformerLens: they take seconds."""

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from analyses import data
-from analyses.key_tokens import main
+from analyses.key_tokens import Config, main
+from models import command_line
 from probes.long_ppl import load_key_tokens
 
 TEXTS = {"first": "abcabcabcdabcdeabcdefab" * 2, "second": "fedcbafedcbafedcbafedcba"}
@@ -58,7 +59,10 @@ def folder(tmp_path, monkeypatch):
 def command(folder: Path, *more: str) -> int:
     texts, out = folder / "texts", folder / "out"
     settings = ["--context", "6", "--stride", "3", "--alpha", "0.1", "--beta", "-9", "--length", "20"]
-    return main([str(folder / "evaluator"), "--texts", str(texts), "--out", str(out), *settings, *more])
+    arguments = [str(folder / "evaluator"), "--texts", str(texts), "--out", str(out), *settings, *more]
+    with pytest.raises(SystemExit) as stop:
+        command_line.run(main, Config, arguments=arguments)
+    return stop.value.code
 
 
 def test_one_file_per_text_and_a_rerun_computes_only_what_is_missing(folder, capsys):

@@ -64,7 +64,7 @@ def plain_environment(monkeypatch):
             FileNotFoundError("ckpt has no config.json; give a checkpoint"),
             "error: ckpt has no config.json; give a checkpoint",
         ),
-        (PermissionError(errno.EACCES, "Permission denied", "/root/x"), "error: /root/x: Permission denied"),
+        (PermissionError(errno.EACCES, "Permission denied", "/secret/x"), "error: /secret/x: Permission denied"),
         (NotADirectoryError(errno.ENOTDIR, "Not a directory", "a/b"), "error: a/b: Not a directory"),
         (OSError(errno.ENOSPC, "No space left on device"), "error: [Errno 28] No space left on device"),
     ],
