@@ -32,7 +32,8 @@ class RecurrentMixer(Mixer):
     @property
     def state_window(self) -> int | None:
         """Tokens the state may be made from; nested restrictions intersect. None: unrestricted."""
-        return min((r.window for r in self.restrictions), default=None)
+        # min(..., default=None) would break the graph of a compiled block
+        return min([r.window for r in self.restrictions]) if self.restrictions else None
 
 
 class ScalarDecayMixer(RecurrentMixer):

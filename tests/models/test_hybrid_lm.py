@@ -151,6 +151,15 @@ def test_naive_float64_law_agrees(model, ids):
     assert law.impl == "naive"
 
 
+@pytest.mark.parametrize("layer", range(6))
+def test_a_compiled_block_is_one_graph(model, layer):
+    """A graph break costs pretraining a part of its speed, without an error."""
+    torch._dynamo.reset()
+    x, positions = torch.randn(2, TIME, D), torch.arange(TIME)
+    whole = torch.compile(model.blocks[layer], backend="eager", fullgraph=True)
+    assert torch.allclose(whole(x, positions), model.blocks[layer](x, positions), atol=1e-5)
+
+
 def test_unknown_impl_is_refused(model):
     with pytest.raises(ValueError, match="'cuda'.*torch, naive"):
         HybridLM(model.config, impl="cuda")
