@@ -129,17 +129,11 @@ def _floor_accuracy(model: Any, sample: NIAHSample, window: int) -> tuple[bool, 
 
 @torch.no_grad()
 def layer_effects(model: Any, groups: Sequence[str], window: int, document: Encoded) -> dict[str, dict[int, float]]:
-    """{group: {layer: ||o - o_w|| / ||o||}} of each mixer of a group on the input it has in the unrestricted model.
-
-    0 for a mixer that puts out nothing, restricted or not (0/0). One forward pass serves all groups.
-    """
+    """{group: {layer: ||o - o_w|| / ||o||}} of each mixer of a group on the input it has in the unrestricted model."""
     with ExitStack() as stack:
         effects = {group: stack.enter_context(hooks.mixer_effect(model, group, window=window)) for group in groups}
         model.final_hidden(torch.from_numpy(document.ids)[None].to(model.device))
-    return {
-        group: {layer: 0.0 if np.isnan(values[0]) else values[0] for layer, values in effect.items()}
-        for group, effect in effects.items()
-    }
+    return {group: {layer: values[0] for layer, values in effect.items()} for group, effect in effects.items()}
 
 
 def _budget(model: Any) -> int:

@@ -24,7 +24,7 @@ def mixer_effect(
     """A dict {layer: one ratio per sample}, filled by the forward passes run inside; the model's output is unchanged.
 
     Each chosen layer's mixer runs a second time with the restriction, on the input it just had (so hook points inside
-    it fire twice). Norms in fp32 over time and features. Raises ValueError as `restrict` does.
+    it fire twice). Norms in fp32 over time and features; 0 where nothing changed. Raises ValueError as `restrict` does.
     """
     indices = sorted({layer.index for layer, _ in select(model, layers)})
     with restrict(model, layers, window=window, sinks=sinks):
@@ -36,7 +36,8 @@ def mixer_effect(
         with torch.no_grad(), restrict(model, layers, window=window, sinks=sinks):
             limited = module.forward(*args)
         difference = (output.detach().float() - limited.float()).flatten(1).norm(dim=1)
-        effects[index].extend((difference / output.detach().float().flatten(1).norm(dim=1)).tolist())
+        norm = output.detach().float().flatten(1).norm(dim=1)
+        effects[index].extend(torch.where(difference == 0, 0.0, difference / norm).tolist())
 
     try:
         for index in indices:

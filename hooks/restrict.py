@@ -76,11 +76,13 @@ def select(model: Any, layers: str | Sequence[int]) -> list[tuple[Any, int]]:
 def group_reach(model: Any, layers: str | Sequence[int], window: int | None) -> int | None:
     """Tokens (self included) that information can cross through these layers alone; None without a bound.
 
-    1 + the sum over layers of (w_l - 1), w_l the smaller of `window` and the path's own; a convolution adds c - 1.
+    1 + the sum over layers of (w_l - 1), w_l the smaller of `window` and the path's own; a convolution adds c - 1. A
+    path with sink tokens of its own sees them from anywhere: only `window` bounds it.
     """
     per_layer: dict[int, int] = {}
     for layer, path in select(model, layers):
-        windows = [w for w in (window, layer.paths[path].window) if w is not None]
+        own = None if getattr(layer.mixers[path], "sinks", 0) else layer.paths[path].window
+        windows = [w for w in (window, own) if w is not None]
         if not windows:
             return None
         step = min(windows) - 1 + getattr(layer.mixers[path], "conv_width", 1) - 1

@@ -204,6 +204,15 @@ def test_group_reach_counts_convolutions_and_own_windows():
     assert hooks.group_reach(model, [0], None) == 6
     assert hooks.group_reach(model, [0], 100) == 6
     assert hooks.group_reach(model, "full", None) is None
+    sunk = build("swa", sinks=2)
+    assert hooks.group_reach(sunk, [0], None) is None
+    assert hooks.group_reach(sunk, [0], 20) == 20
+    with torch.no_grad(), hooks.restrict(sunk, [0], window=20):
+        for length, moves in ((20, True), (21, False)):  # token 0 is a sink of the layer, 19 or 20 tokens back
+            base = ids(batch=1)[:, :length]
+            changed = base.clone()
+            changed[0, 0] = (changed[0, 0] + 1) % VOCAB
+            assert (not torch.equal(sunk(base)[0, -1], sunk(changed)[0, -1])) == moves
 
 
 @pytest.mark.parametrize(
