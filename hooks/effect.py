@@ -33,6 +33,11 @@ def mixer_effect(
     handles = []
 
     def compare(module: Any, args: tuple[Any, ...], output: Tensor, index: int) -> None:
+        if len(args) > 2:
+            raise ValueError(
+                f"layers.{index} continues a cache while its restriction's effect is measured; expected a forward over "
+                "whole sequences, because a cache made without the restriction does not hold what it needs."
+            )
         with torch.no_grad(), restrict(model, layers, window=window, sinks=sinks):
             limited = module.forward(*args)
         difference = (output.detach().float() - limited.float()).flatten(1).norm(dim=1)

@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from models.cache import Cache as Cache
     from models.checkpoint import find_checkpoints as find_checkpoints
     from models.checkpoint import load as load
     from models.checkpoint import save as save
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from models.safetensors_files import CheckpointError as CheckpointError
 
 _HOMES = {
+    "Cache": "models.cache",
     "CheckpointError": "models.safetensors_files",
     "find_checkpoints": "models.checkpoint",
     "load": "models.checkpoint",
@@ -23,7 +25,7 @@ _HOMES = {
     "HybridConfig": "models.config",
     "HybridLM": "models.hybrid_lm",
 }
-__all__ = ["CheckpointError", "ConfigError", "HybridConfig", "HybridLM", "find_checkpoints", "load", "save"]
+__all__ = ["Cache", "CheckpointError", "ConfigError", "HybridConfig", "HybridLM", "find_checkpoints", "load", "save"]
 
 
 def __getattr__(name: str) -> Any:

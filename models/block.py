@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from kernels.operands import Impl
+from models.cache import Past
 from models.config import HybridConfig
 from models.mixers import build_mixer
 from models.mlp import SwiGLU
@@ -29,7 +30,12 @@ class Block(nn.Module):
         for name in ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post"):
             setattr(self, f"hook_{name}", HookPoint())
 
-    def forward(self, x: Float[Tensor, "B T D"], positions: Int[Tensor, " T"]) -> Float[Tensor, "B T D"]:
+    def forward(
+        self, x: Float[Tensor, "B T D"], positions: Int[Tensor, " T"], pasts: list[Past] | None = None
+    ) -> Float[Tensor, "B T D"]:
+        """`pasts`: one for each path of the layer, read and brought up to date; None without a cache."""
         x = self.hook_resid_pre(x)
-        x = self.hook_resid_mid(x + self.hook_attn_out(self.attn(self.ln1(x), positions)))
+        normed = self.ln1(x)
+        mixed = self.attn(normed, positions) if pasts is None else self.attn(normed, positions, *pasts)
+        x = self.hook_resid_mid(x + self.hook_attn_out(mixed))
         return self.hook_resid_post(x + self.hook_mlp_out(self.mlp(self.ln2(x))))

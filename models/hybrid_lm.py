@@ -15,7 +15,9 @@ from transformer_lens.hook_points import HookPoint
 
 from kernels.operands import IMPLS, Impl
 from models.block import Block
+from models.cache import Cache
 from models.config import HybridConfig
+from models.generate import generate
 from models.layers import Layer, Path
 from models.mixers import paths_of
 from models.norm import RMSNorm
@@ -83,13 +85,30 @@ class HybridLM(HookedRootModule):
         total = sum(parameter.numel() for parameter in self.parameters())
         return total if embeddings else total - self.embed.weight.numel() - self.unembed.weight.numel()
 
-    def final_hidden(self, inputs: Int[Tensor, "B T"] | Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
-        """The residual stream after the final norm: what `unembed` takes. Floating inputs are embeddings."""
+    def final_hidden(
+        self, inputs: Int[Tensor, "B T"] | Float[Tensor, "B T D"], cache: Cache | None = None
+    ) -> Float[Tensor, "B T D"]:
+        """The residual stream after the final norm: what `unembed` takes. Floating inputs are embeddings.
+
+        With a cache the inputs continue the sequences it holds, and are added to it; hook points see the new tokens.
+        """
         x = self.hook_embed(inputs if inputs.is_floating_point() else self.embed(inputs))
-        positions = torch.arange(x.shape[1], device=x.device)
-        for block in self.blocks:
-            x = block(x, positions)
+        if cache is None:
+            positions = torch.arange(x.shape[1], device=x.device)
+            for block in self.blocks:
+                x = block(x, positions)
+        else:
+            with cache.extended(self, x) as pasts:
+                positions = torch.arange(cache.length, cache.length + x.shape[1], device=x.device)
+                for block, past in zip(self.blocks, pasts, strict=True):
+                    x = block(x, positions, past)
         return self.ln_final(x)
 
-    def forward(self, inputs: Int[Tensor, "B T"] | Float[Tensor, "B T D"]) -> Float[Tensor, "B T vocab"]:
-        return self.unembed(self.final_hidden(inputs))
+    def forward(
+        self, inputs: Int[Tensor, "B T"] | Float[Tensor, "B T D"], cache: Cache | None = None
+    ) -> Float[Tensor, "B T vocab"]:
+        return self.unembed(self.final_hidden(inputs, cache))
+
+    def generate(self, input_ids: Int[Tensor, "B T"], max_new_tokens: int, **options: Any) -> Int[Tensor, "B N"]:
+        """The tokens that follow; see models.generate.generate for the options."""
+        return generate(self, input_ids, max_new_tokens, **options)

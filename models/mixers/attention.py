@@ -6,10 +6,12 @@ import torch
 from einops import rearrange, repeat
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformer_lens.hook_points import HookPoint
 
 from kernels.attention import Band, attention, attention_pattern
 from kernels.operands import Impl
+from models.cache import Past
 from models.config import HybridConfig
 from models.mixers.mixer import Mixer, listened
 from models.rope import rotate
@@ -46,20 +48,34 @@ class FullAttention(Mixer):
         """Which keys are visible: the layer's own window and every restriction in force, intersected."""
         return tuple(Band(window=r.window, sinks=r.sinks) for r in self.restrictions)
 
-    def forward(self, x: Float[Tensor, "B T D"], positions: Int[Tensor, " T"]) -> Float[Tensor, "B T D"]:
+    def forward(
+        self, x: Float[Tensor, "B T D"], positions: Int[Tensor, " T"], past: Past | None = None
+    ) -> Float[Tensor, "B T D"]:
         query = self.hook_q(rearrange(self.q_proj(x), "B T (H K) -> B T H K", K=self.d_head))
         key = self.hook_k(rearrange(self.k_proj(x), "B T (G K) -> B T G K", K=self.d_head))
         value = self.hook_v(rearrange(self.v_proj(x), "B T (G V) -> B T G V", V=self.d_head))
         if self.rope_base is not None:
             query = self.hook_rot_q(rotate(query, positions, self.rope_base))
             key = self.hook_rot_k(rotate(key, positions, self.rope_base))
-        z = self.hook_z(self._attend(query, key, value))
+        hidden = 0
+        if past is not None:
+            keep, seen = self._needed(), past.length + key.shape[1]
+            key, value = past.append("key", key, keep), past.append("value", value, keep)
+            hidden = seen - key.shape[1]
+        z = self.hook_z(self._attend(query, key, value, hidden))
         return self.o_proj(rearrange(z, "B T H V -> B T (H V)"))
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Float[Tensor, "B T H V"]:
+    def _needed(self) -> int | None:
+        """Keys that later queries can still see; None for all of them (sink tokens need absolute positions)."""
+        bands = self.bands()
+        windows = [band.window for band in bands if band.window is not None]
+        return min(windows) - 1 if windows and not any(band.sinks for band in bands) else None
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, hidden: int = 0) -> Float[Tensor, "B T H V"]:
+        """`hidden`: keys before the first given one that no query can see; their columns of the pattern are zero."""
         if not listened(self.hook_pattern):
             return attention(query=query, key=key, value=value, bands=self.bands(), impl=self.impl)
         pattern = attention_pattern(query=query, key=key, value=value, bands=self.bands(), impl=self.impl)
-        pattern = self.hook_pattern(pattern)
+        pattern = self.hook_pattern(F.pad(pattern, (hidden, 0)))[..., hidden:]
         value = repeat(value, "B S G V -> B S (G share) V", share=self.n_heads // self.n_kv_heads)
         return torch.einsum("bhts,bshv->bthv", pattern.to(value.dtype), value)

@@ -7,6 +7,7 @@ after a short causal convolution with SiLU; per-head RMSNorm of o, times silu(ga
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from transformer_lens.hook_points import HookPoint
 
 from kernels.gated_delta_rule import gated_delta_rule
 from kernels.operands import Impl
-from kernels.short_conv import short_conv
+from models.cache import Past
 from models.config import HybridConfig
 from models.mixers.mixer import at_least_fp32, listened
 from models.mixers.recurrent import RecurrentMixer
@@ -66,41 +67,48 @@ class GatedDeltaNet(RecurrentMixer):
         dt = torch.empty(self.n_heads).uniform_(low, high).exp()
         self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
 
-    def forward(self, x: Float[Tensor, "B T D"], positions: Int[Tensor, " T"]) -> Float[Tensor, "B T D"]:
+    def forward(
+        self, x: Float[Tensor, "B T D"], positions: Int[Tensor, " T"], past: Past | None = None
+    ) -> Float[Tensor, "B T D"]:
         before = (self.hook_q_pre_conv(self.q_proj(x)), self.hook_k_pre_conv(self.k_proj(x)),
                   self.hook_v_pre_conv(self.v_proj(x)))  # fmt: skip
-        mixed = short_conv(x=torch.cat(before, dim=-1), weight=self.conv_weight, activation="silu", impl=self.impl).out
+        mixed = self.convolved(past, x=torch.cat(before, dim=-1), weight=self.conv_weight, activation="silu")
         query, key, value = rearrange(mixed, "B T (three H K) -> three B T H K", three=3, H=self.n_heads)
         query, key, value = self.hook_q(query), self.hook_k(key), self.hook_v(value)
         beta = self.hook_beta(self.beta_scale * torch.sigmoid(self.b_proj(x)))
         step = F.softplus(at_least_fp32(self.a_proj(x)) + at_least_fp32(self.dt_bias))
         log_decay = self.hook_log_decay(-at_least_fp32(self.A_log).exp() * step)
-        out = self.hook_recurrence_out(self._recur(_l2_normalise(query), _l2_normalise(key), value, log_decay, beta))
+        operands = {"key": _l2_normalise(key), "value": value, "log_decay": log_decay, "beta": beta}
+        out = self.hook_recurrence_out(self._recur(_l2_normalise(query), operands, past))
         gate = self.hook_gate_input(rearrange(self.g_proj(x), "B T (H V) -> B T H V", H=self.n_heads))
         z = self.hook_z(self.norm(out) * F.silu(gate))
         return self.o_proj(rearrange(z, "B T H V -> B T (H V)"))
 
-    def _recur(self, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
+    def _recur(self, query: Tensor, operands: dict[str, Any], past: Past | None) -> Float[Tensor, "B T H V"]:
         scale = query.shape[-1] ** -0.5
-        operands: dict[str, Any] = {"key": key, "value": value, "log_decay": log_decay, "beta": beta}
         if listened(self.hook_ssm_state):
-            state = self.hook_ssm_state(self._states(operands))
+            self._refuse_windowed(past)
+            state = self.hook_ssm_state(self._states(operands, past))
             return scale * torch.einsum("bthk,bthkv->bthv", query, state)
-        return gated_delta_rule(query=query, scale=scale, window=self.state_window, impl=self.impl, **operands).out
+        return self.continued(partial(gated_delta_rule, scale=scale, impl=self.impl), past, query, **operands)
 
-    def _states(self, operands: dict[str, Any]) -> Float[Tensor, "B T H K V"]:
+    def _states(self, operands: dict[str, Any], past: Past | None) -> Float[Tensor, "B T H K V"]:
         """Every state, windowed or not: asking with the K unit queries returns the K rows of S_t (K times the cost)."""
         key = operands["key"]
         batch, time, heads, width = key.shape
         unit = torch.eye(width, device=key.device, dtype=key.dtype)
         repeated = {name: x.repeat_interleave(width, dim=2) for name, x in operands.items()}
-        rows = gated_delta_rule(
+        initial = None if past is None else past.kept.get("state")
+        result = gated_delta_rule(
             query=unit.repeat(heads, 1).expand(batch, time, -1, -1),
             window=self.state_window,
             impl=self.impl,
+            initial_state=None if initial is None else initial.repeat_interleave(width, dim=1),
             **repeated,
-        ).out
-        return rearrange(rows, "B T (H K) V -> B T H K V", K=width)
+        )
+        if past is not None:
+            past.kept["state"] = result.state[:, ::width]
+        return rearrange(result.out, "B T (H K) V -> B T H K V", K=width)
 
 
 def _l2_normalise(x: Tensor) -> Tensor:

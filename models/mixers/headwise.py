@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from models.cache import Past
 from models.mixers.mixer import Mixer
 
 
@@ -19,8 +20,14 @@ class HeadwiseMixer(nn.Module):
         self.full = full
         self.efficient = efficient
 
-    def forward(self, x: Float[Tensor, "B T D"], positions: Int[Tensor, " T"]) -> Float[Tensor, "B T D"]:
-        return self.full(x, positions) + self.efficient(x, positions)
+    def forward(
+        self,
+        x: Float[Tensor, "B T D"],
+        positions: Int[Tensor, " T"],
+        full_past: Past | None = None,
+        efficient_past: Past | None = None,
+    ) -> Float[Tensor, "B T D"]:
+        return self.full(x, positions, full_past) + self.efficient(x, positions, efficient_past)
 
     @torch.no_grad()
     def reset_parameters(self, std: float, out_std: float) -> None:

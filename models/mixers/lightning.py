@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kernels.operands import Impl
+from models.cache import Past
 from models.config import HybridConfig
 from models.mixers.mixer import at_least_fp32
 from models.mixers.recurrent import ScalarDecayMixer
@@ -62,12 +63,14 @@ class Lightning(ScalarDecayMixer):
     def _heads(self, projected: Tensor) -> Float[Tensor, "B T H K"]:
         return rearrange(F.silu(projected), "B T (H K) -> B T H K", H=self.n_heads)
 
-    def forward(self, x: Float[Tensor, "B T D"], positions: Int[Tensor, " T"]) -> Float[Tensor, "B T D"]:
+    def forward(
+        self, x: Float[Tensor, "B T D"], positions: Int[Tensor, " T"], past: Past | None = None
+    ) -> Float[Tensor, "B T D"]:
         query = self.hook_q(self._heads(self.q_proj(x)))
         key = self.hook_k(self._heads(self.k_proj(x)))
         value = self.hook_v(self._heads(self.v_proj(x)))
         decay = self.hook_log_decay(at_least_fp32(self.log_decay))
-        out = self.hook_recurrence_out(self.recur(query, key, value, decay))
+        out = self.hook_recurrence_out(self.recur(query, key, value, decay, past))
         gate = self.hook_gate_input(self.g_proj(x))
         gated = torch.sigmoid(gate) * self.norm(rearrange(out, "B T H V -> B T (H V)"))
         z = self.hook_z(rearrange(gated, "B T (H V) -> B T H V", H=self.n_heads))

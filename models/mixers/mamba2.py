@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from transformer_lens.hook_points import HookPoint
 
 from kernels.operands import Impl
-from kernels.short_conv import short_conv
+from models.cache import Past
 from models.config import HybridConfig
 from models.mixers.mixer import at_least_fp32
 from models.mixers.recurrent import ScalarDecayMixer
@@ -63,14 +63,16 @@ class Mamba2(ScalarDecayMixer):
         dt = torch.empty(self.n_heads).uniform_(low, high).exp()
         self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # inverse of softplus
 
-    def forward(self, x: Float[Tensor, "B T D"], positions: Int[Tensor, " T"]) -> Float[Tensor, "B T D"]:
+    def forward(
+        self, x: Float[Tensor, "B T D"], positions: Int[Tensor, " T"], past: Past | None = None
+    ) -> Float[Tensor, "B T D"]:
         gate, inputs, key, query, dt = self.in_proj(x).split(
             (self.inner, self.inner, self.state, self.state, self.n_heads), dim=-1
         )
         before = (self.hook_v_pre_conv(inputs), self.hook_k_pre_conv(key), self.hook_q_pre_conv(query))
-        mixed = short_conv(
-            x=torch.cat(before, dim=-1), weight=self.conv_weight, bias=self.conv_bias, activation="silu", impl=self.impl
-        ).out
+        mixed = self.convolved(
+            past, x=torch.cat(before, dim=-1), weight=self.conv_weight, bias=self.conv_bias, activation="silu"
+        )
         value, key, query = mixed.split((self.inner, self.state, self.state), dim=-1)
         value = self.hook_v(rearrange(value, "B T (H V) -> B T H V", H=self.n_heads))
         key, query = self.hook_k(key[:, :, None]), self.hook_q(query[:, :, None])  # one group serves all heads
@@ -78,7 +80,7 @@ class Mamba2(ScalarDecayMixer):
         log_decay = self.hook_log_decay(-at_least_fp32(self.A_log).exp() * dt)
         share = (-1, -1, self.n_heads, -1)
         written = value * dt[..., None].to(value.dtype)
-        out = self.recur(query.expand(share), key.expand(share), written, log_decay)
+        out = self.recur(query.expand(share), key.expand(share), written, log_decay, past)
         out = self.hook_recurrence_out(out + self.D[:, None].to(value.dtype) * value)
         gate = self.hook_gate_input(gate)
         normed = self.norm(rearrange(out, "B T H V -> B T (H V)") * F.silu(gate))

@@ -9,6 +9,7 @@ from transformer_lens.hook_points import HookPoint
 
 from hooks.restriction import Restriction
 from kernels.operands import Impl
+from models.cache import Past
 
 
 class Mixer(nn.Module):
@@ -26,7 +27,9 @@ class Mixer(nn.Module):
         self.impl = impl
         self.restrictions: tuple[Restriction, ...] = ()
 
-    def forward(self, x: Float[Tensor, "B T D"], positions: Int[Tensor, " T"]) -> Float[Tensor, "B T D"]:
+    def forward(
+        self, x: Float[Tensor, "B T D"], positions: Int[Tensor, " T"], past: Past | None = None
+    ) -> Float[Tensor, "B T D"]:
         raise NotImplementedError
 
     @torch.no_grad()

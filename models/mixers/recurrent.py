@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn import functional as F
 from transformer_lens.hook_points import HookPoint
 
 from kernels.linear_decay import linear_decay
-from kernels.operands import Impl
+from kernels.operands import Impl, RecurrentOutput
+from kernels.short_conv import short_conv
+from models.cache import Past
 from models.mixers.mixer import Mixer, listened
 
 
@@ -29,11 +36,45 @@ class RecurrentMixer(Mixer):
         for name in ("q", "k", "v", "log_decay", "ssm_state", "recurrence_out", "gate_input", "z"):
             setattr(self, f"hook_{name}", HookPoint())
 
+    def convolved(self, past: Past | None, **operands: Any) -> Tensor:
+        """short_conv over what the past still holds and these inputs."""
+        result = short_conv(initial=None if past is None else past.kept.get("conv"), impl=self.impl, **operands)
+        if past is not None:
+            past.kept["conv"] = result.tail
+        return result.out
+
+    def continued(
+        self, operation: Callable[..., RecurrentOutput], past: Past | None, query: Tensor, **operands: Tensor
+    ) -> Float[Tensor, "B T H V"]:
+        """operation(query, **operands).out from the past on, which is brought up to date."""
+        window = self.state_window
+        if past is None:
+            return operation(query=query, window=window, **operands).out
+        if window is None:
+            result = operation(query=query, initial_state=past.kept.get("state"), **operands)
+            past.kept["state"] = result.state
+            return result.out
+        tokens = {
+            name: past.append(name, operand, window - 1) if operand.ndim > 1 else operand
+            for name, operand in operands.items()
+        }
+        before = tokens["key"].shape[1] - query.shape[1]  # no output is wanted at the remembered tokens
+        query = F.pad(query, (0, 0, 0, 0, before, 0))
+        return operation(query=query, window=window, **tokens).out[:, before:]
+
     @property
     def state_window(self) -> int | None:
         """Tokens the state may be made from; nested restrictions intersect. None: unrestricted."""
         # min(..., default=None) would break the graph of a compiled block
         return min([r.window for r in self.restrictions]) if self.restrictions else None
+
+    def _refuse_windowed(self, past: Past | None) -> None:
+        if past is not None and self.state_window is not None:
+            raise ValueError(
+                f"hook_ssm_state or hook_ssm_write of a {self.kind} layer is listened to while the layer is restricted "
+                f"to {self.state_window} tokens and continues a cache; expected at most two of the three, because a "
+                "windowed cache holds no state. Pass the whole sequence without a cache."
+            )
 
 
 class ScalarDecayMixer(RecurrentMixer):
@@ -43,16 +84,22 @@ class ScalarDecayMixer(RecurrentMixer):
         super().__init__(n_heads, n_kv_heads, impl)
         self.hook_ssm_write = HookPoint()
 
-    def recur(self, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor) -> Float[Tensor, "B T H V"]:
-        window = self.state_window
+    def recur(
+        self, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, past: Past | None = None
+    ) -> Float[Tensor, "B T H V"]:
+        operation = partial(linear_decay, impl=self.impl)
         if not (listened(self.hook_ssm_write) or listened(self.hook_ssm_state)):
-            return linear_decay(
-                query=query, key=key, value=value, log_decay=log_decay, window=window, impl=self.impl
-            ).out
+            return self.continued(operation, past, query, key=key, value=value, log_decay=log_decay)
+        self._refuse_windowed(past)
         write = self.hook_ssm_write(torch.einsum("bthk,bthv->bthkv", key, value))
         # With key = query = 1 the operation returns its state, so an edited write propagates to every later state.
         one = torch.ones_like(write[..., :1, 0])
-        state = linear_decay(
-            query=one, key=one, value=write.flatten(-2), log_decay=log_decay, window=window, impl=self.impl
-        ).out.unflatten(-1, write.shape[-2:])
+        initial = None if past is None or "state" not in past.kept else past.kept["state"].flatten(-2).unsqueeze(-2)
+        result = operation(
+            query=one, key=one, value=write.flatten(-2), log_decay=log_decay, initial_state=initial,
+            window=self.state_window,
+        )  # fmt: skip
+        if past is not None:
+            past.kept["state"] = result.state.squeeze(-2).unflatten(-1, write.shape[-2:])
+        state = result.out.unflatten(-1, write.shape[-2:])
         return torch.einsum("bthk,bthkv->bthv", query, self.hook_ssm_state(state))
