@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -10,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from hooks.points import resolve
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -26,7 +27,7 @@ def record(
     None keeps all. Raises ValueError for an unknown name or position before anything runs, and at the end if a point
     did not fire exactly once. The caller's own hooks stay, and see the same tensors.
     """
-    wanted = _resolve(model, names)
+    wanted = resolve(model, names)
     index = _index(positions)
     recorded: dict[str, Tensor] = {}
     fired = dict.fromkeys(wanted, 0)
@@ -46,21 +47,6 @@ def record(
     for name, count in fired.items():
         if count != 1:
             raise ValueError(f"{name} fired {count} times while recording; expected one forward pass that reaches it.")
-
-
-def _resolve(model: Any, names: str | Iterable[str] | Callable[[str], bool]) -> list[str]:
-    known = list(model.hook_dict)
-    if callable(names):
-        wanted = [name for name in known if names(name)]
-    else:
-        wanted = [names] if isinstance(names, str) else list(names)
-    if not wanted:
-        raise ValueError("record was asked for no tensor; give a hook name, several, or a predicate that matches one.")
-    for name in wanted:
-        if name not in model.hook_dict:
-            near = ", ".join(difflib.get_close_matches(name, known, n=4, cutoff=0.5)) or "see model.hook_dict"
-            raise ValueError(f"the model has no hook point {name!r}; near names: {near}.")
-    return list(dict.fromkeys(wanted))
 
 
 def _index(positions: int | slice | Sequence[int] | Tensor | None) -> slice | Tensor | None:

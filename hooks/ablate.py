@@ -1,0 +1,113 @@
+"""Ablation of mixer heads: their output z, before the output projection, becomes zero or its mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from hooks.points import edited
+from hooks.restrict import select
+
+Head = tuple[int, int]
+"""(layer, head): absolute layer id, head counted over the layer's paths in their order."""
+
+
+@contextmanager
+def ablate(
+    model: Any,
+    heads: Iterable[Head] | None = None,
+    layers: str | Sequence[int] | None = None,
+    how: str = "mean",
+    means: Mapping[Head, Float[Tensor, " V"]] | None = None,
+) -> Iterator[dict[str, int]]:
+    """Inside, the outputs of these heads carry nothing about the input: `how="zero"`, or "mean" with `head_means`.
+
+    Give `heads`, or `layers` ("full", "efficient" or layer ids) for all heads of those paths. Zero is off-distribution,
+    the mean over reference prompts is what the field prefers; it must be given, because a mean over the ablated batch
+    itself would leak it. Any mixer has heads, recurrent ones too. Yields how often each point has fired. Raises
+    ValueError for unknown heads, for means that are missing, and if nothing ran inside.
+    """
+    chosen = _by_point(model, heads, layers)
+    if how not in ("mean", "zero"):
+        raise ValueError(f"how is {how!r}; expected 'mean' or 'zero'.")
+    if how == "mean":
+        missing = [head for point in chosen.values() for head, _ in point if means is None or head not in means]
+        if missing:
+            raise ValueError(
+                f"heads {missing[:4]} have no mean; expected one for every ablated head. "
+                "Pass means=hooks.head_means(model, batches), or how='zero'."
+            )
+
+    def edit(name: str) -> Any:
+        def replace(z: Tensor) -> Tensor:
+            z = z.clone()
+            for head, column in chosen[name]:
+                z[:, :, column] = means[head].to(z) if how == "mean" and means is not None else 0.0
+            return z
+
+        return replace
+
+    with edited(model, {name: edit(name) for name in chosen}) as fired:
+        yield fired
+
+
+@torch.no_grad()
+def head_means(model: Any, batches: Iterable[Any]) -> dict[Head, Float[Tensor, " V"]]:
+    """The mean output z of every head over all tokens of the batches; each is what `model(batch)` takes.
+
+    Sums are float64 on the model's device; one forward per batch. Raises ValueError if there is no batch.
+    """
+    points = _by_point(model, None, range(len(model.layers)))
+    sums: dict[str, Tensor] = {}
+    tokens = 0
+
+    def add(name: str) -> Any:
+        def keep(z: Tensor) -> Tensor:
+            sums[name] = sums.get(name, 0) + z.double().sum((0, 1))
+            return z
+
+        return keep
+
+    for batch in batches:
+        with edited(model, {name: add(name) for name in points}):
+            model(batch)
+        tokens += batch.shape[0] * batch.shape[1]
+    if not tokens:
+        raise ValueError("batches is empty; expected at least one batch of input ids to take means over.")
+    return {head: sums[name][column] / tokens for name, heads in points.items() for head, column in heads}
+
+
+def _by_point(
+    model: Any, heads: Iterable[Head] | None, layers: str | Sequence[int] | None
+) -> dict[str, list[tuple[Head, int]]]:
+    """For each hook_z involved, its heads: ((layer, head), column in the point's tensor)."""
+    if (heads is None) == (layers is None):
+        raise ValueError("ablation needs either heads or layers; expected exactly one of the two.")
+    names = {id(point): name for name, point in model.hook_dict.items()}
+    every: dict[Head, tuple[str, int]] = {}
+    for layer in model.layers:
+        first = 0
+        for path, mixer in zip(layer.paths, layer.mixers, strict=True):
+            name = names[id(mixer.hook_z)]
+            every.update({(layer.index, first + column): (name, column) for column in range(path.heads)})
+            first += path.heads
+    if layers is not None:
+        paths = {names[id(layer.mixers[path].hook_z)] for layer, path in select(model, layers)}
+        wanted = [head for head, (name, _) in every.items() if name in paths]
+    else:
+        wanted = list(dict.fromkeys((int(layer), int(head)) for layer, head in heads or ()))
+    if not wanted:
+        raise ValueError("heads is empty; expected at least one (layer, head).")
+    points: dict[str, list[tuple[Head, int]]] = {}
+    for head in wanted:
+        if head not in every:
+            counts = ", ".join(f"{layer.index}: {layer.n_heads}" for layer in model.layers)
+            raise ValueError(f"the model has no head {head}; expected (layer, head) with heads per layer {{{counts}}}.")
+        name, column = every[head]
+        points.setdefault(name, []).append((head, column))
+    return points
