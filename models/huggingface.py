@@ -34,9 +34,14 @@ class HuggingFaceLM(nn.Module):
     def forward(self, input_ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T vocab"]:
         return self.hf(input_ids=input_ids, use_cache=False).logits
 
-    def final_hidden(self, input_ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
-        """The residual stream after the final norm, what unembed takes. No logits are computed."""
-        return self.hf.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+    def embed(self, input_ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
+        """The family's embedding module: scaled where it scales there (Gemma 3), not where the model does so later."""
+        return self.hf.get_input_embeddings()(input_ids)
+
+    def final_hidden(self, inputs: Int[Tensor, "B T"] | Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
+        """The residual stream after the final norm, what unembed takes; floating inputs are embeddings. No logits."""
+        name = "inputs_embeds" if inputs.is_floating_point() else "input_ids"
+        return self.hf.base_model(**{name: inputs}, use_cache=False).last_hidden_state
 
     def unembed(self, hidden: Float[Tensor, "... D"]) -> Float[Tensor, "... vocab"]:
         """The output matrix with the family's scaling or soft-capping, at any number of positions."""

@@ -1,0 +1,240 @@
+"""Gradient influence: finite differences, exact zeros beyond the reach, batches, recomputation, stopped groups."""
+
+import contextlib
+
+import pytest
+import torch
+
+import hooks
+from models.config import HybridConfig
+from models.hybrid_lm import HybridLM
+from probes.gradient import gradient_influence
+
+VOCAB = 29
+
+
+def build(kinds, seed=4, **settings):
+    torch.manual_seed(seed)
+    config = dict(
+        d_model=20, n_layers=len(kinds), n_heads=2, n_kv_heads=1, d_head=10, d_ffn=24, vocab_size=VOCAB,
+        context_length=128, layer_kinds=kinds, window=5, rope_base=1e4, mamba2_state=6, efficient="gdn",
+    )  # fmt: skip
+    model = HybridLM(HybridConfig(**(config | settings))).eval().double()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(0, 0.3)
+            if name.endswith(("dt_bias", "A_log")):
+                parameter.fill_(-1.5)  # decays near 1: what is beyond the reach must be zero, not small
+    return model
+
+
+@pytest.fixture
+def ids():
+    torch.manual_seed(0)
+    return torch.randint(VOCAB, (3, 33))
+
+
+def score_of(model, embedded, input_ids, score, where):
+    """s from whole logits, the plain way."""
+    logits = model(embedded)
+    if score == "log_prob":
+        return logits.log_softmax(-1)[:, where].gather(-1, input_ids[:, where + 1, None])[..., 0].mean(1)
+    if score == "logit_sum":
+        return logits[:, where].sum(-1).mean(1)
+    return logits[:, where].mean(1).max(-1).values
+
+
+@pytest.mark.parametrize("score", ["log_prob", "logit_sum", "argmax_logit"])
+@pytest.mark.parametrize("recompute", [True, False])
+def test_equals_the_gradient_through_all_logits_and_finite_differences(ids, score, recompute):
+    model = build(("gdn", "full"))
+    read = ids[:, :-1] if score == "log_prob" else ids
+    where = torch.arange(read.shape[1] - 6, read.shape[1])
+    embedded = model.embed(read).detach().requires_grad_()
+    s = score_of(model, embedded, ids, score, where)
+    (gradient,) = torch.autograd.grad(s.sum(), embedded)
+    result = gradient_influence(model, ids, score=score, n_targets=6, recompute=recompute)
+    assert torch.allclose(result.score, s.detach(), rtol=1e-9)
+    assert torch.allclose(result.norm, gradient.norm(dim=-1).flip(-1), rtol=1e-8, atol=1e-14)
+    direction, step = torch.randn_like(embedded[:1, 3]), 1e-5
+    with torch.no_grad():
+        moved = []
+        for sign in (1, -1):
+            x = embedded[:1].clone()
+            x[:, 3] += sign * step * direction
+            moved.append(score_of(model, x, ids[:1], score, where))
+    assert torch.allclose((moved[0] - moved[1]) / (2 * step), (gradient[0, 3] * direction[0]).sum(), rtol=1e-5)
+
+
+def test_a_set_of_targets(ids):
+    model = build(("swa", "full"))
+    chosen = gradient_influence(model, ids, targets=[7, 20])
+    single = [gradient_influence(model, ids[:, : t + 2], n_targets=1) for t in (7, 20)]
+    assert torch.allclose(chosen.score, (single[0].score + single[1].score) / 2)
+    assert not chosen.norm[:, : 31 - 20].any()  # after the last target
+    many = gradient_influence(model, ids.repeat(1, 5), n_targets=140)  # several chunks of targets
+    assert torch.isfinite(many.norm).all()
+
+
+REACH = {
+    "sliding": (("swa", "swa", "swa"), None, 3 * 4),
+    "restricted full": (("full", "full"), ("full", 6), 2 * 5),
+    "restricted gdn with its convolution": (("gdn", "gdn"), ("efficient", 4), 2 * (4 + 4 - 2)),
+    "restricted mamba2 with its convolution": (("mamba2", "mamba2"), ("efficient", 3), 2 * (3 + 4 - 2)),
+    "restricted lightning": (("lightning", "lightning"), ("efficient", 5), 2 * 4),
+    "restricted head-wise": (("headwise",), ([0], 4), 4 + 4 - 2),
+}
+
+
+@pytest.mark.parametrize("case", REACH)
+@pytest.mark.parametrize("n_targets", [1, 4])
+def test_exactly_zero_beyond_the_reach_and_nonzero_within(case, n_targets):
+    """G(d) = 0 for d > n (w - 1) + (n_q - 1), and a convolution of width c adds c - 1 per layer (docs of restrict)."""
+    kinds, restriction, reach = REACH[case]
+    model = build(kinds)
+    torch.manual_seed(1)
+    ids = torch.randint(VOCAB, (2, 60))
+    with hooks.restrict(model, *restriction[:1], window=restriction[1]) if restriction else contextlib.nullcontext():
+        norm = gradient_influence(model, ids, score="logit_sum", n_targets=n_targets).norm
+    assert not norm[:, reach + n_targets :].any()
+    assert (norm[:, : reach + n_targets] > 0).all()
+
+
+def test_unrestricted_states_reach_everything(ids):
+    assert (gradient_influence(build(("gdn", "mamba2")), ids).norm > 0).all()
+
+
+def test_samples_do_not_touch_each_other(ids):
+    model = build(("gdn", "full", "swa"))
+    together = gradient_influence(model, ids, layers=True)
+    for i in range(3):
+        alone = gradient_influence(model, ids[i : i + 1], layers=True)
+        for a, b in zip(together, alone, strict=True):
+            assert torch.allclose(a[i : i + 1], b, rtol=1e-10, atol=1e-15)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_layer_resolved(ids, recompute):
+    model = build(("gdn", "full", "mamba2"))
+    result = gradient_influence(model, ids, layers=True, recompute=recompute)
+    assert torch.allclose(result.layers[:, 0], result.norm)
+    seen = {}
+    handles = []
+    for index, block in enumerate(model.blocks):
+
+        def keep(module, args, index=index):
+            args[0].register_hook(lambda g: seen.__setitem__(index, g))
+
+        handles.append(block.register_forward_pre_hook(keep))
+    embedded = model.embed(ids[:, :-1]).detach().requires_grad_()
+    score_of(model, embedded, ids, "log_prob", torch.arange(12, 32)).sum().backward()
+    for handle in handles:
+        handle.remove()
+    for index in range(3):
+        assert torch.allclose(result.layers[:, index], seen[index].norm(dim=-1).flip(-1), rtol=1e-8, atol=1e-14)
+
+
+def test_recomputation_keeps_one_block_and_works_in_eval_mode(ids):
+    """Saved tensors outside a block: its inputs only, whatever is inside."""
+    model = build(("gdn", "full", "mamba2", "swa"))
+    runs = {}
+    for recompute in (True, False):
+        calls = []
+        handle = model.blocks[1].attn.register_forward_hook(lambda *a, calls=calls: calls.append(1))
+        saved = 0
+
+        def pack(x):
+            nonlocal saved
+            saved += x.numel()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            result = gradient_influence(model, ids, recompute=recompute)
+        handle.remove()
+        runs[recompute] = (len(calls), saved, result.norm)
+    assert (runs[True][0], runs[False][0]) == (2, 1)
+    assert runs[True][1] < runs[False][1] / 3
+    assert torch.allclose(runs[True][2], runs[False][2], rtol=1e-10, atol=1e-15)
+    assert all("forward" not in vars(block) for block in model.blocks)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_stopped_groups(ids, recompute):
+    """With the full mixers stopped only windows carry, so the reach is theirs; with all stopped nothing does."""
+    model = build(("swa", "full", "swa"))
+    full = ["blocks.1.attn.hook_z"]
+    efficient = ["blocks.0.attn.hook_z", "blocks.2.attn.hook_z"]
+    plain = gradient_influence(model, ids, n_targets=1, recompute=recompute).norm
+    windows = gradient_influence(model, ids, n_targets=1, stop_at=full, recompute=recompute).norm
+    assert not windows[:, 9:].any()
+    assert (windows[:, :9] > 0).all()
+    only_full = gradient_influence(model, ids, n_targets=1, stop_at=efficient, recompute=recompute).norm
+    assert (only_full[:, 9:] > 0).all()
+    assert not torch.allclose(only_full, plain)
+    none = gradient_influence(model, ids, n_targets=1, stop_at=full + efficient, recompute=recompute).norm
+    assert not none[:, 1:].any()
+    assert torch.equal(gradient_influence(model, ids, n_targets=1, recompute=recompute).norm, plain)
+
+
+def test_parameters_and_hooks_are_left_as_they_were(ids):
+    model = build(("swa", "full"))
+    model.embed.weight.requires_grad_(False)
+    gradient_influence(model, ids, layers=True, stop_at=["blocks.1.attn.hook_z"])
+    assert not model.embed.weight.requires_grad
+    assert model.unembed.weight.requires_grad
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_centred_unembedding_is_refused_for_the_sum(ids):
+    model = build(("full",))
+    with torch.no_grad():
+        model.unembed.weight.sub_(model.unembed.weight.mean(0))
+    with pytest.raises(ValueError, match="unembedding is centred"):
+        gradient_influence(model, ids, score="logit_sum")
+    assert (gradient_influence(model, ids).norm > 0).all()
+
+
+def test_soft_capped_logits_are_summed_themselves(ids):
+    model = build(("full",))
+
+    class Capped(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return 3 * torch.tanh(self.inner(x) / 3)
+
+    model.unembed = Capped(model.unembed)
+    where = torch.arange(13, 33)
+    embedded = model.embed(ids).detach().requires_grad_()
+    s = score_of(model, embedded, ids, "logit_sum", where)
+    (gradient,) = torch.autograd.grad(s.sum(), embedded)
+    result = gradient_influence(model, ids, score="logit_sum")
+    assert torch.allclose(result.norm, gradient.norm(dim=-1).flip(-1), rtol=1e-8, atol=1e-14)
+
+
+def test_a_gradient_that_is_not_finite_names_sample_and_layer(ids):
+    model = build(("swa", "full", "swa"))
+
+    def poison(z):
+        z.register_hook(lambda g: torch.where(torch.arange(3)[:, None, None, None] == 1, torch.nan, g))
+        return z
+
+    with hooks.patch(model, {"blocks.1.attn.hook_z": poison}), pytest.raises(ValueError, match="sample 1 .* block 1"):
+        gradient_influence(model, ids, layers=True, recompute=False)
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    ({"score": "logits"}, "score is 'logits'"),
+    ({"n_targets": 33}, "n_targets is 33 for 32 positions"),
+    ({"n_targets": 0}, "n_targets is 0"),
+    ({"targets": [32]}, r"targets is \[32\]; expected positions from 0 to 31"),
+    ({"targets": []}, r"targets is \[\]"),
+    ({"stop_at": ["blocks.9.attn.hook_z"]}, "no hook point 'blocks.9.attn.hook_z'"),
+])  # fmt: skip
+def test_bad_arguments(ids, arguments, words):
+    with pytest.raises(ValueError, match=words):
+        gradient_influence(build(("full",)), ids, **arguments)
