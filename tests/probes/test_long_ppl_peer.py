@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from models.huggingface import HuggingFaceLM
 from models.huggingface_tokenizer import HuggingFaceTokenizer
@@ -25,28 +24,6 @@ TEXT = (
 )
 CHARACTERS = sorted(set(TEXT))
 WORDS = sorted({word.strip(";.") for word in TEXT.split()})
-
-
-def tiny_llama(vocab_size: int, width: int, phase: float):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=width,
-        intermediate_size=2 * width,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
-    )
-    model = LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for index, parameter in enumerate(model.parameters()):
-            if parameter.ndim == 2:
-                steps = torch.arange(parameter.numel(), dtype=torch.float64)
-                wave = torch.sin(steps * (1.7 + 0.31 * index + phase) + steps.remainder(7) * index)
-                parameter.copy_((1.2 * wave).view_as(parameter))
-    return model
 
 
 def character_tokenizer():
@@ -69,13 +46,17 @@ def word_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
-def evaluator() -> HuggingFaceLM:
+@pytest.fixture(scope="module")
+def evaluator(tiny_llama) -> HuggingFaceLM:
     return HuggingFaceLM(tiny_llama(len(CHARACTERS), 24, 5.882), HuggingFaceTokenizer(character_tokenizer()))
 
 
-def evaluated(words: bool) -> HuggingFaceLM:
-    tokenizer = word_tokenizer() if words else character_tokenizer()
-    return HuggingFaceLM(tiny_llama(len(tokenizer), 20 if words else 28, 0.9), HuggingFaceTokenizer(tokenizer))
+@pytest.fixture(scope="module")
+def evaluated(tiny_llama) -> dict[str, HuggingFaceLM]:
+    return {
+        name: HuggingFaceLM(tiny_llama(len(tokenizer), width, 0.9), HuggingFaceTokenizer(tokenizer))
+        for name, tokenizer, width in (("words", word_tokenizer(), 20), ("characters", character_tokenizer(), 28))
+    }
 
 
 @pytest.fixture(scope="module")
@@ -84,13 +65,13 @@ def golden() -> dict:
 
 
 @pytest.fixture(scope="module")
-def ours(golden):
+def ours(golden, evaluator):
     settings = {name: golden[name] for name in ("context", "stride", "alpha", "beta")}
-    return key_tokens(evaluator(), TEXT, **settings)
+    return key_tokens(evaluator, TEXT, **settings)
 
 
-def test_the_tiny_models_are_those_of_the_golden_numbers(golden):
-    for name, model in (("evaluator", evaluator()), ("words", evaluated(True)), ("characters", evaluated(False))):
+def test_the_tiny_models_are_those_of_the_golden_numbers(golden, evaluator, evaluated):
+    for name, model in {"evaluator": evaluator, **evaluated}.items():
         total = sum(float(p.detach().double().abs().sum()) for p in model.parameters())
         assert total == pytest.approx(golden["weight_sums"][name], rel=1e-9)
 
@@ -101,8 +82,8 @@ def test_key_intervals_equal_the_peers(golden, ours):
 
 
 @pytest.mark.parametrize("name", ["words", "characters"])
-def test_scores_equal_the_peers(golden, ours, name):
-    result = long_ppl(evaluated(name == "words"), TEXT, ours, bos="none")
+def test_scores_equal_the_peers(golden, ours, evaluated, name):
+    result = long_ppl(evaluated[name], TEXT, ours, bos="none")
     peer = golden["scores"][name]
     assert result.n_key == peer["n_key_token"] > 0
     assert result.n_tokens == peer["n_token"]
