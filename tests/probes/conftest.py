@@ -6,11 +6,11 @@ import torch
 
 @pytest.fixture(scope="session")
 def tiny_llama():
-    """(vocab_size, width, phase) -> LlamaForCausalLM with weights from a sine."""
+    """(vocab_size, width, phase, amplitude) -> LlamaForCausalLM with weights from a sine."""
     return _tiny_llama
 
 
-def _tiny_llama(vocab_size: int, width: int, phase: float):
+def _tiny_llama(vocab_size: int, width: int, phase: float, amplitude: float = 1.2):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -28,5 +28,5 @@ def _tiny_llama(vocab_size: int, width: int, phase: float):
             if parameter.ndim == 2:
                 steps = torch.arange(parameter.numel(), dtype=torch.float64)
                 wave = torch.sin(steps * (1.7 + 0.31 * index + phase) + steps.remainder(7) * index)
-                parameter.copy_((1.2 * wave).view_as(parameter))
+                parameter.copy_((amplitude * wave).view_as(parameter))
     return model

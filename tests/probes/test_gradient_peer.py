@@ -16,14 +16,11 @@ GOLDEN = json.loads((Path(__file__).parent / "golden" / "gradient_peer.json").re
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize(("score", "n_targets"), [(s, n) for s in ("logit_sum", "argmax_logit") for n in (20, 3)])
 def test_curves_equal_the_released_scripts(tiny_llama, score, n_targets, recompute):
-    model = HuggingFaceLM(tiny_llama(len(GOLDEN["characters"]), 24, 5.882))
+    model = HuggingFaceLM(tiny_llama(len(GOLDEN["characters"]), 24, 5.882, 0.3))
     ids = [[GOLDEN["characters"].index(c) for c in text[: GOLDEN["context"]]] for text in GOLDEN["texts"]]
     result = gradient_influence(model, torch.tensor(ids), score=score, n_targets=n_targets, recompute=recompute)
-    # the weights of this model are large, so single distances move by 3e-5 with the order of float32 sums
     peer = np.array(GOLDEN["curves"][f"{score}, last {n_targets}"])
-    ours = result.norm.double().mean(0).numpy()
-    assert np.linalg.norm(ours - peer) / np.linalg.norm(peer) < 1e-5
-    np.testing.assert_allclose(ours, peer, rtol=5e-5)
+    np.testing.assert_allclose(result.norm.mean(0).numpy(), peer, rtol=1e-5)
     assert peer.min() > 0
     assert peer.max() / peer.min() > 3  # a flat curve would prove little
 
