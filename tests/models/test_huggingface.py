@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from models.huggingface import HuggingFaceLM, load_huggingface
 from models.huggingface_tokenizer import HuggingFaceTokenizer
 from models.safetensors_files import CheckpointError
+from probes.gradient import gradient_influence
 
 BASE = dict(
     vocab_size=97, hidden_size=32, intermediate_size=44, num_hidden_layers=4, num_attention_heads=4,
@@ -100,12 +101,32 @@ def test_same_logits_and_layers_as_transformers(name, tmp_path):
         torch.testing.assert_close(model(ids), expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(model.unembed(hidden), expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(model.unembed(hidden[:, 7]), expected[:, 7], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(model.final_hidden(model.embed(ids)), hidden, rtol=1e-5, atol=1e-5)
     assert [(layer.kind, layer.n_heads, layer.n_kv_heads, layer.window) for layer in model.layers] == layers
     assert [layer.index for layer in model.layers] == [0, 1, 2, 3]
     assert len({id(layer.block) for layer in model.layers}) == 4
     assert model.tokenizer is None
     assert not model.training
     assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_gradient_influence_is_autograd_through_the_familys_own_logits(name):
+    """Scaled embeddings, soft-capped and scaled logits included: what a use of weight[ids] would get wrong."""
+    model = HuggingFaceLM(tiny(name, **FAMILIES[name][0]))
+    ids = torch.tensor(np.random.default_rng(1).integers(3, 97, (2, 17)))
+    for score in ("log_prob", "logit_sum"):
+        read = ids[:, :-1] if score == "log_prob" else ids
+        embedded = model.hf.get_input_embeddings()(read).detach().requires_grad_()
+        logits = model.hf(inputs_embeds=embedded, use_cache=False).logits
+        if score == "log_prob":
+            total = logits.log_softmax(-1)[:, -5:].gather(-1, ids[:, -5:, None]).sum() / 5
+        else:
+            total = logits[:, -5:].sum() / 5
+        (gradient,) = torch.autograd.grad(total, embedded)
+        result = gradient_influence(model, ids, score=score, n_targets=5)
+        expected = gradient.norm(dim=-1).flip(-1)
+        assert (result.norm - expected).norm() <= 2e-5 * expected.norm()
 
 
 def test_the_families_that_change_their_logits_would_fail_without_it(tmp_path):
