@@ -16,6 +16,7 @@ from analyses import receptive_field_measures as measures
 from analyses.conditions import Condition, build
 from analyses.receptive_field import CPU_DOCUMENTS, CPU_PROMPTS, GPU_PROMPTS, GRID_WINDOWS, Config
 from analyses.result import Dataset, Variable
+from kernels.operands import default_impl
 from models.config import FORMAT
 from models.errors import InputError
 from models.safetensors_files import read_json
@@ -75,11 +76,12 @@ class Plan:
         model = models.load(path, device="meta", impl=self.config.impl)
         if model.tokenizer is None:
             raise InputError(f"{path} has no tokenizer.json; documents and prompts need one")
-        self.layers[name], self.contexts[name], self.impl = model.layers, model.config.context_length, model.impl
+        self.layers[name], self.contexts[name] = model.layers, model.config.context_length
         alike = {tokenizer.sha256: tokenizer for tokenizer in self.tokenizers.values()}
         self.tokenizers[name] = alike.get(model.tokenizer.sha256, model.tokenizer)  # steps of a run share what follows
         stored = str(model.dtype).removeprefix("torch.") if self.on_gpu else "float32"
         self.dtypes[name] = self.config.dtype or stored
+        self.impl = self.config.impl or default_impl(self.device, getattr(torch, self.dtypes[name]))
 
     def _conditions(self, name: str) -> list[Condition]:
         config, context = self.config, self.contexts[name]

@@ -4,14 +4,20 @@ Dtype rule of every recurrent operation: states, decays and sums are float32 (fl
 under autocast; `out` comes back in value's dtype, `state` in the working dtype.
 """
 
+from itertools import pairwise
 from typing import Literal, NamedTuple, get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-Impl = Literal["torch", "naive"]
+Impl = Literal["triton", "torch", "naive"]
 IMPLS: tuple[str, ...] = get_args(Impl)
+
+
+def default_impl(device: torch.device, dtype: torch.dtype) -> Impl:
+    """triton on CUDA, torch elsewhere and for float64, which the Triton forms do not compute."""
+    return "triton" if device.type == "cuda" and dtype != torch.float64 else "torch"
 
 
 class RecurrentOutput(NamedTuple):
@@ -47,8 +53,12 @@ def check_recurrent(
     initial_state: Tensor | None,
     window: int | None,
     chunk_size: int,
-) -> None:
-    """Shapes of the operands that linear_decay and gated_delta_rule have in common; data are not looked at."""
+    cu_seqlens: Tensor | None = None,
+) -> list[int] | None:
+    """Shapes of the operands that linear_decay and gated_delta_rule have in common; of data only cu_seqlens are read.
+
+    Returns the boundaries of packed sequences as integers, None if nothing is packed.
+    """
     check_rank(op, "query", query, 4, "B, T, H, K")
     check_rank(op, "value", value, 4, "B, T, H, V")
     b, t, h, k = query.shape
@@ -63,13 +73,32 @@ def check_recurrent(
         raise ValueError(f"{op}: chunk_size is {chunk_size}; expected at least 1. Leave it at its default, 64.")
     if window is not None and window < 1:
         raise ValueError(f"{op}: window is {window}; expected at least 1 (a token sees itself), or None for all.")
+    bounds = None if cu_seqlens is None else packed_bounds(op, b, t, cu_seqlens)
     if initial_state is not None:
-        check_shape(op, "initial_state", initial_state, (b, h, k, value.shape[-1]), "B, H, K, V")
+        n, letters = (b, "B, H, K, V") if bounds is None else (len(bounds) - 1, "N, H, K, V")
+        check_shape(op, "initial_state", initial_state, (n, h, k, value.shape[-1]), letters)
         if window is not None:
             raise ValueError(
                 f"{op}: initial_state is given with window {window}; expected window None, because a state does not "
                 "say which of its tokens are still inside the window. Pass the earlier tokens themselves instead."
             )
+    return bounds
+
+
+def packed_bounds(op: str, batch: int, tokens: int, cu_seqlens: Tensor) -> list[int]:
+    """cu_seqlens [N + 1] as integers: sequence i of a packed batch is tokens bounds[i] .. bounds[i + 1] - 1."""
+    check_rank(op, "cu_seqlens", cu_seqlens, 1, "N + 1")
+    if batch != 1:
+        raise ValueError(f"{op}: B is {batch} with cu_seqlens; expected 1. Pack all sequences along time.")
+    if cu_seqlens.is_floating_point():
+        raise ValueError(f"{op}: cu_seqlens is {cu_seqlens.dtype}; expected integers. Pass int32 or int64.")
+    bounds: list[int] = cu_seqlens.tolist()
+    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != tokens or any(a >= b for a, b in pairwise(bounds)):
+        raise ValueError(
+            f"{op}: cu_seqlens is {bounds}; expected to rise from 0 to T = {tokens}. Give every sequence's first "
+            "token, then T; leave out empty sequences."
+        )
+    return bounds
 
 
 def working_dtype(*operands: Tensor | None) -> torch.dtype:

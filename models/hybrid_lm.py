@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformer_lens import HookedRootModule
 from transformer_lens.hook_points import HookPoint
 
-from kernels.operands import IMPLS, Impl
+from kernels.operands import IMPLS, Impl, default_impl
 from models.block import Block
 from models.cache import Cache
 from models.config import HybridConfig
@@ -28,7 +28,8 @@ INIT_STD = 0.02
 class HybridLM(HookedRootModule):
     """Freshly initialised from torch's global generator; see models.load for trained weights.
 
-    `impl` chooses who computes the kernels ("torch", or "naive" for the float64 law); None means "torch".
+    `impl` chooses who computes the kernels ("triton", "torch", or "naive" for the float64 law); None means triton on
+    CUDA and torch elsewhere, settled anew when the model moves. The attribute `impl` is the one in use.
     `tokenizer` is None unless a checkpoint brought one.
     """
 
@@ -37,7 +38,7 @@ class HybridLM(HookedRootModule):
         if impl is not None and impl not in IMPLS:
             raise ValueError(f"impl is {impl!r}; this build has {', '.join(IMPLS)}.")
         self.config = config
-        self.impl: Impl = cast(Impl, impl or "torch")
+        self._asked_impl = cast(Impl | None, impl)
         self.tokenizer: Any = None
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
         self.hook_embed = HookPoint()
@@ -46,6 +47,7 @@ class HybridLM(HookedRootModule):
         self.unembed = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.reset_parameters()
         self.setup()
+        self._settle_impl()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -71,6 +73,22 @@ class HybridLM(HookedRootModule):
             paths = tuple(Path(mixer.kind, mixer.n_heads, mixer.window) for mixer in mixers)
             described.append(Layer(index, block.attn.kind, paths, mixers, block))
         return tuple(described)
+
+    @property
+    def impl(self) -> Impl:
+        """Who computes the kernels of this model where it is now."""
+        return self._asked_impl or default_impl(self.device, self.dtype)
+
+    def _settle_impl(self) -> None:
+        for layer in self.layers:
+            for mixer in layer.mixers:
+                mixer.impl = self.impl
+
+    def _apply(self, fn: Any, recurse: bool = True) -> HybridLM:
+        """What to(), cuda(), double() and the like go through: another device or dtype may need another impl."""
+        super()._apply(fn, recurse)
+        self._settle_impl()
+        return self
 
     @property
     def device(self) -> torch.device:

@@ -92,14 +92,17 @@ class ScalarDecayMixer(RecurrentMixer):
             return self.continued(operation, past, query, key=key, value=value, log_decay=log_decay)
         self._refuse_windowed(past)
         write = self.hook_ssm_write(torch.einsum("bthk,bthv->bthkv", key, value))
-        # With key = query = 1 the operation returns its state, so an edited write propagates to every later state.
-        one = torch.ones_like(write[..., :1, 0])
-        initial = None if past is None or "state" not in past.kept else past.kept["state"].flatten(-2).unsqueeze(-2)
+        # Every row of a state is a head of its own with key = query = 1: the operation returns the states, so an edited
+        # write propagates to all later ones.
+        width = write.shape[-2]
+        rows = write.flatten(2, 3)
+        one = torch.ones_like(rows[..., :1])
+        initial = None if past is None or "state" not in past.kept else past.kept["state"].flatten(1, 2).unsqueeze(2)
         result = operation(
-            query=one, key=one, value=write.flatten(-2), log_decay=log_decay, initial_state=initial,
+            query=one, key=one, value=rows, log_decay=log_decay.repeat_interleave(width, -1), initial_state=initial,
             window=self.state_window,
         )  # fmt: skip
         if past is not None:
-            past.kept["state"] = result.state.squeeze(-2).unflatten(-1, write.shape[-2:])
-        state = result.out.unflatten(-1, write.shape[-2:])
-        return torch.einsum("bthk,bthkv->bthv", query, self.hook_ssm_state(state))
+            past.kept["state"] = result.state.squeeze(2).unflatten(1, (-1, width))
+        state = self.hook_ssm_state(result.out.unflatten(2, (-1, width)))
+        return torch.einsum("bthk,bthkv->bthv", query, state)

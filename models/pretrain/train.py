@@ -97,7 +97,7 @@ class Run:
         if wanted:
             for layer in self.model.layers:
                 for mixer in layer.mixers:
-                    if isinstance(mixer, FullAttention):  # block masks are made outside of what is compiled
+                    if mixer.impl == "torch" and isinstance(mixer, FullAttention):  # masks are made outside the graph
                         attention_plan(self.context, self.context, mixer.bands(), self.device)
                 layer.block.compile()
         try:

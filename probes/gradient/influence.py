@@ -44,16 +44,26 @@ def gradient_influence(
     output of the model's own embedding module (scaled, where the family scales there).
 
     `model` needs embed, final_hidden (of embeddings), unembed, device, dtype and layers with their `block`; `stop_at`
-    names hook points that no gradient passes (the mixer outputs of one group of layers: what is left flows through the
-    other group and the residual stream). `recompute` runs each block again in backward: activations of one block at a
-    time, for about a third more time. Norms are fp32. Raises ValueError for bad arguments, and for a gradient that is
-    not finite, naming the sample and, with layers=True, the layer.
+    names hook points that no gradient passes (the mixer outputs of one group: what is left flows through the other and
+    the residual stream). `recompute` runs each block again in backward: activations of one block at a time, for about a
+    third more time. Norms are fp32. ValueError for bad arguments, and for a gradient that is not finite, naming the
+    sample and, with layers=True, the layer.
     """
     read = input_ids[:, :-1] if score == "log_prob" else input_ids
     where = _checked_targets(input_ids, read.shape[1], score, n_targets, targets).to(input_ids.device)
     following = input_ids[:, where + 1] if score == "log_prob" else None
+    norm, scores, inputs = _backward(model, read, score, where, following, list(stop_at), layers, recompute)
+    _require_finite(norm, inputs)
+    resolved = None if inputs is None else torch.stack([_reached(x, norm) for x in inputs], 1).flip(-1)
+    return GradientInfluence(norm.flip(-1), scores.detach(), resolved)
+
+
+def _backward(
+    model: Any, read: Tensor, score: Score, where: Tensor, following: Tensor | None, stop_at: list[str], layers: bool,
+    recompute: bool,
+) -> tuple[Tensor, Tensor, list[Tensor | None] | None]:  # fmt: skip
+    """Norms [B, T] in the order of time, scores [B], and the norms at block inputs."""
     blocks = [layer.block for layer in model.layers]
-    stop_at = list(stop_at)
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(frozen(model))
@@ -66,10 +76,7 @@ def gradient_influence(
             stack.enter_context(recomputed(blocks, keep_hooks=bool(stop_at)))
         scores = of_hidden(model.final_hidden(embedded))
         (gradient,) = torch.autograd.grad(scores.sum(), embedded)
-    norm = norm_over_features(gradient)
-    _require_finite(norm, inputs)
-    resolved = None if inputs is None else torch.stack([_reached(x, norm) for x in inputs], 1).flip(-1)
-    return GradientInfluence(norm.flip(-1), scores.detach(), resolved)
+    return norm_over_features(gradient), scores, inputs
 
 
 def _reached(layer: Tensor | None, norm: Tensor) -> Tensor:

@@ -341,7 +341,7 @@ def test_long_weak_decay_keeps_float32_accuracy():
         (lambda x: x | {"initial_state": torch.zeros(1, 2, 8, 6), "window": 99}, "initial_state is given with window"),
         (lambda x: x | {"window": 0}, "window is 0"),
         (lambda x: x | {"chunk_size": 0}, "chunk_size is 0"),
-        (lambda x: x | {"impl": "triton"}, "impl is 'triton'"),
+        (lambda x: x | {"impl": "cuda"}, "impl is 'cuda'"),
         (lambda x: {n: t[:, :0] if t.ndim > 1 else t for n, t in x.items()}, "empty"),
     ],
 )

@@ -90,7 +90,7 @@ def test_bfloat16_is_summed_in_float32():
         ({"bias": torch.zeros(4)}, "bias has shape"),
         ({"initial": torch.zeros(2, 4, 5)}, "initial has shape"),
         ({"activation": "relu"}, "activation is 'relu'"),
-        ({"impl": "triton"}, "impl is 'triton'"),
+        ({"impl": "cuda"}, "impl is 'cuda'"),
     ],
 )
 def test_bad_operands_are_refused(change, words):

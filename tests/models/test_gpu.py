@@ -67,3 +67,16 @@ def test_compiled_blocks_equal_eager_ones(architecture):
     compiled, gradient_compiled = run(model, ids, None)
     assert relative(compiled, logits) < 1e-4
     assert relative(gradient_compiled, gradient) < 1e-4
+
+
+def test_impl_is_triton_on_the_gpu_and_follows_the_model():
+    model, _ = build("gdn")
+
+    def in_use():
+        return {model.impl, *(mixer.impl for layer in model.layers for mixer in layer.mixers)}
+
+    assert in_use() == {"torch"}
+    model.cuda()
+    assert in_use() == {"triton"}
+    model.double()
+    assert in_use() == {"torch"}

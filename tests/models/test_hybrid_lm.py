@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kernels.operands import default_impl
 from models.config import HybridConfig
 from models.hybrid_lm import HybridLM
 
@@ -163,3 +164,14 @@ def test_a_compiled_block_is_one_graph(model, layer):
 def test_unknown_impl_is_refused(model):
     with pytest.raises(ValueError, match="'cuda'.*torch, naive"):
         HybridLM(model.config, impl="cuda")
+
+
+def test_impl_follows_dtype_and_device_unless_it_was_chosen(model):
+    def in_use(lm):
+        return {lm.impl, *(mixer.impl for layer in lm.layers for mixer in layer.mixers)}
+
+    assert in_use(model) == {"torch"}
+    assert default_impl(torch.device("cuda"), torch.bfloat16) == "triton"
+    assert default_impl(torch.device("cuda"), torch.float64) == "torch"
+    assert default_impl(torch.device("cpu"), torch.float32) == "torch"
+    assert in_use(HybridLM(model.config, impl="naive").double()) == {"naive"}
