@@ -67,6 +67,12 @@ class GatedDeltaNet(RecurrentMixer):
         dt = torch.empty(self.n_heads).uniform_(low, high).exp()
         self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
 
+    def effective_rows(self, positions: Int[Tensor, " R"], **recorded: Tensor) -> Float[Tensor, "B H R T"]:
+        query, key, beta, log_decay = (at_least_fp32(recorded[name]) for name in ("q", "k", "beta", "log_decay"))
+        operation = partial(gated_delta_rule, scale=query.shape[-1] ** -0.5, impl=self.impl)
+        operands = {"key": _l2_normalise(key), "log_decay": log_decay, "beta": beta}
+        return self._value_rows(operation, positions, _l2_normalise(query), **operands)
+
     def forward(
         self, x: Float[Tensor, "B T D"], positions: Int[Tensor, " T"], past: Past | None = None
     ) -> Float[Tensor, "B T D"]:

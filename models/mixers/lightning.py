@@ -5,12 +5,15 @@ q, k, v pass through SiLU; the output is RMS-normalised over all heads, gated by
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kernels.linear_decay import linear_decay
 from kernels.operands import Impl
 from models.cache import Past
 from models.config import HybridConfig
@@ -62,6 +65,10 @@ class Lightning(ScalarDecayMixer):
 
     def _heads(self, projected: Tensor) -> Float[Tensor, "B T H K"]:
         return rearrange(F.silu(projected), "B T (H K) -> B T H K", H=self.n_heads)
+
+    def effective_rows(self, positions: Int[Tensor, " R"], **recorded: Tensor) -> Float[Tensor, "B H R T"]:
+        query, key, log_decay = (at_least_fp32(recorded[name]) for name in ("q", "k", "log_decay"))
+        return self._value_rows(partial(linear_decay, impl=self.impl), positions, query, key=key, log_decay=log_decay)
 
     def forward(
         self, x: Float[Tensor, "B T D"], positions: Int[Tensor, " T"], past: Past | None = None

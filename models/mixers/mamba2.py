@@ -7,6 +7,7 @@ RMSNorm of y * silu(z) behind it. In the field's common names: query = C, key = 
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from einops import rearrange
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformer_lens.hook_points import HookPoint
 
+from kernels.linear_decay import linear_decay
 from kernels.operands import Impl
 from models.cache import Past
 from models.config import HybridConfig
@@ -62,6 +64,21 @@ class Mamba2(ScalarDecayMixer):
         low, high = map(math.log, DT_RANGE)
         dt = torch.empty(self.n_heads).uniform_(low, high).exp()
         self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # inverse of softplus
+
+    def effective_rows(self, positions: Int[Tensor, " R"], **recorded: Tensor) -> Float[Tensor, "B H R T"]:
+        key, query, dt, log_decay = (at_least_fp32(recorded[name]) for name in ("k", "q", "beta", "log_decay"))
+        share = (-1, -1, self.n_heads, -1)
+        rows = self._value_rows(
+            partial(linear_decay, impl=self.impl),
+            positions,
+            query.expand(share),
+            key=key.expand(share),
+            log_decay=log_decay,
+        )
+        rows = rows * dt.permute(0, 2, 1)[:, :, None]
+        at = positions.to(rows.device)
+        rows[:, :, torch.arange(len(at), device=rows.device), at] += at_least_fp32(self.D)[:, None]  # the skip D x_t
+        return rows
 
     def forward(
         self, x: Float[Tensor, "B T D"], positions: Int[Tensor, " T"], past: Past | None = None

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 from transformer_lens.hook_points import HookPoint
@@ -61,6 +61,23 @@ class RecurrentMixer(Mixer):
         before = tokens["key"].shape[1] - query.shape[1]  # no output is wanted at the remembered tokens
         query = F.pad(query, (0, 0, 0, 0, before, 0))
         return operation(query=query, window=window, **tokens).out[:, before:]
+
+    def effective_rows(self, positions: Int[Tensor, " R"], **recorded: Tensor) -> Float[Tensor, "B H R T"]:
+        """W with hook_recurrence_out_t = sum over j of W_tj hook_v_j, for t in positions, under the window in force.
+
+        `recorded` are this layer's hook tensors, named without "hook_". Exact: a recurrence is linear in its values, so
+        a row is the gradient of what position t reads with respect to them, one backward of O(T K) each.
+        """
+        raise NotImplementedError
+
+    def _value_rows(
+        self, operation: Callable[..., RecurrentOutput], positions: Tensor, query: Tensor, **operands: Tensor
+    ) -> Float[Tensor, "B H R T"]:
+        with torch.enable_grad():
+            value = query.new_zeros(*query.shape[:3], 1, requires_grad=True)
+            read = operation(query=query, value=value, window=self.state_window, **operands).out
+            rows = [torch.autograd.grad(read[:, t].sum(), value, retain_graph=True)[0] for t in positions.tolist()]
+        return torch.stack(rows, 1).squeeze(-1).permute(0, 3, 1, 2)
 
     @property
     def state_window(self) -> int | None:
