@@ -25,6 +25,28 @@ def binding(bands: tuple[Band, ...], s: int) -> tuple[Band, ...]:
     return tuple(band for band in bands if band.window is not None and band.window < s and band.sinks < s)
 
 
+def staircase(bands: tuple[Band, ...]) -> tuple[Band, ...]:
+    """Bands with rising windows and falling sinks for the same visible keys: those that another implies go."""
+    kept: list[Band] = []
+    for window, sinks in sorted((band.window, band.sinks) for band in bands if band.window is not None):
+        if not kept or sinks < kept[-1].sinks:
+            kept.append(Band(window, sinks))
+    return tuple(kept)
+
+
+def visible_count(query_at: Tensor, bands: tuple[Band, ...]) -> Tensor:
+    """[T] number of keys each of the absolute positions query_at [T] sees: the lengths of its intervals, as int64."""
+    steps = staircase(bands)[::-1]
+    zero, stop = torch.zeros_like(query_at), query_at + 1
+    firsts = [zero, *(stop - band.window for band in steps if band.window is not None)]
+    stops = [*(stop.clamp(max=band.sinks) for band in steps), stop]
+    count, done = zero, zero
+    for first, end in zip(firsts, stops, strict=True):
+        count = count + (end - torch.maximum(first, done)).clamp(min=0)
+        done = torch.maximum(done, end)
+    return count
+
+
 def visible(query_at: Tensor, key_at: Tensor, bands: tuple[Band, ...]) -> Tensor:
     """[T, S] bool mask of absolute positions query_at [T] and key_at [S]."""
     query_at, key_at = query_at[:, None], key_at[None, :]

@@ -1,7 +1,8 @@
 """attention without a T x S matrix.
 
 Full causal attention is torch's fused SDPA. Bands: blocks of queries against only the keys they can see, exactly
-masked; inside torch.compile on CUDA FlexAttention with a stored block mask. Memory is O(S).
+masked; inside torch.compile on CUDA FlexAttention with a stored block mask. Learned sinks: blocks of queries with an
+explicit softmax (torch_statistics). Memory is O(S).
 """
 
 import torch
@@ -9,20 +10,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.attention.bands import FLEX_BLOCK, Band, binding, visible
+from kernels.attention.precision import common_dtype
+from kernels.attention.torch_statistics import by_rows
 
 QUERY_BLOCK = 256  # measured on CPU for windows 32..512, forward and backward
 FLEX_MIN_DIM = 16  # FlexAttention's smallest head dimension
 
 
-def attention_torch(query: Tensor, key: Tensor, value: Tensor, bands: tuple[Band, ...], scale: float) -> Tensor:
+def attention_torch(
+    query: Tensor, key: Tensor, value: Tensor, bands: tuple[Band, ...], scale: float, sink_logits: Tensor | None = None
+) -> Tensor:
     dtype, device = value.dtype, value.device.type
-    # the cast autocast would apply to SDPA, made explicit because FlexAttention gets none
-    work = torch.promote_types(torch.promote_types(query.dtype, key.dtype), dtype)
-    if torch.is_autocast_enabled(device):
-        work = torch.get_autocast_dtype(device)
+    work = common_dtype(query, key, value)
+    bands = binding(bands, key.shape[1])
+    if sink_logits is not None:  # no fused form of torch has the extra column
+        q, k, v = (x.to(work) for x in (query, key, value))
+        with torch.autocast(device, enabled=False):
+            learned = by_rows(q, k, v, bands, scale, sink_logits, None, None, statistics=False)[0]
+        assert learned is not None
+        return learned.to(dtype)
     q, k, v = (x.to(work).transpose(1, 2) for x in (query, key, value))
     t, s = q.shape[2], k.shape[2]
-    bands = binding(bands, s)
     with torch.autocast(device, enabled=False):
         fused = device == "cuda" and work != torch.float64
         # FlexAttention compiles once for every set of bands (seconds each): only a caller compiled anyway pays that

@@ -1,0 +1,163 @@
+"""Forward kernel of attention: one pass over the visible keys with a running maximum, statistics fused in.
+
+With s_j = scale q . k_j, m the running maximum, x_j = s_j - m and p_j = exp(x_j) (all kept in base 2):
+
+    l = sum p_j        e = sum p_j x_j        acc = sum p_j v_j
+    m -> m':  l *= a,  e = a (e + (m - m') l),  acc *= a        with a = exp(m - m')
+
+    out = acc / L    lse = m + log L    H = (log L) l / L - e / L        L = l, or l + exp(z - m) with a sink logit z
+
+Online softmax: Milakov and Gimelshein 2018; tiling: Dao 2023 (FlashAttention-2). e is summed around m, not as
+sum p_j s_j, because the entropy of scores that lie far from 0 would cancel.
+"""
+
+import triton
+import triton.language as tl
+
+from kernels.attention.tiles import (
+    LN2,
+    LOG2E,
+    head_of,
+    key_tiles,
+    load_tile,
+    masked_key_tile,
+    sectioned,
+    seen_keys,
+    store_tile,
+)
+
+
+@triton.jit(do_not_specialize=["scale", "T", "S", "H", "share", "section", "heads"])
+def forward_kernel(
+    q,
+    k,
+    v,
+    positions,
+    sink_logits,
+    out,
+    lse,
+    entropy,
+    largest,
+    argmax,
+    q_stride,
+    k_stride,
+    v_stride,
+    bands,
+    scale,
+    T,
+    S,
+    H,
+    share,
+    section,
+    heads,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    ALIGN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HAS_OUT: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+    ROWS: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    LARGEST: tl.constexpr,
+    ARGMAX: tl.constexpr,
+    DESCRIPTOR: tl.constexpr,
+):
+    tiles = tl.cdiv(T, BLOCK_T)
+    rank, bh = sectioned(tiles, heads, section)
+    first_row = (tiles - 1 - rank) * BLOCK_T
+    b = bh // H
+    h = bh % H
+    g = h // share
+    row = first_row + tl.arange(0, BLOCK_T)
+    if ROWS:
+        query_at = tl.load(positions + tl.minimum(row, T - 1))
+        start = tl.min(query_at, 0)
+        end = tl.max(query_at, 0)
+    else:
+        query_at = tl.minimum(row + (S - T), S - 1)
+        start = first_row + (S - T)
+        end = tl.minimum(start + BLOCK_T, S) - 1
+
+    q = head_of(q, b, h, q_stride, ALIGN, DESCRIPTOR)
+    k = head_of(k, b, g, k_stride, ALIGN, DESCRIPTOR)
+    if HAS_OUT:
+        v = head_of(v, b, g, v_stride, ALIGN, DESCRIPTOR)
+        acc = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
+    q_tile = load_tile(q, b, first_row, h, q_stride, T, ALIGN, BLOCK_T, K, BLOCK_K, True, DESCRIPTOR)
+    m = tl.full([BLOCK_T], float("-inf"), tl.float32)  # of the products q . k, not yet scaled
+    sum_p = tl.zeros([BLOCK_T], tl.float32)
+    if ENTROPY:
+        e = tl.zeros([BLOCK_T], tl.float32)
+    if ARGMAX:
+        best = tl.full([BLOCK_T], 2147483647, tl.int32)
+    scale2 = scale * LOG2E
+
+    low, high, masked = key_tiles(start, end, bands, BLOCK_S)
+    for phase in tl.static_range(2):  # the tiles without a hidden key, then those that need the mask
+        count = high - low if phase == 0 else masked
+        for i in range(count):
+            if phase == 0:
+                key = (low + i) * BLOCK_S
+            else:
+                key = masked_key_tile(i, start, end, low, high, bands, BLOCK_S) * BLOCK_S
+            k_tile = load_tile(k, b, key, g, k_stride, S, ALIGN, BLOCK_S, K, BLOCK_K, phase == 1, DESCRIPTOR)
+            scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+            key_at = key + tl.arange(0, BLOCK_S)
+            if phase == 1:
+                seen = seen_keys(query_at[:, None], key_at[None, :], bands)
+                scores = tl.where(seen, scores, float("-inf"))
+            tile_max = tl.max(scores, 1)
+            if ARGMAX:
+                place = tl.min(tl.where(scores == tile_max[:, None], key_at[None, :], 2147483647), 1)
+                better = (tile_max > m) | ((tile_max == m) & (place < best))
+                best = tl.where(better, place, best)
+            m_new = tl.maximum(m, tile_max)
+            base = m_new * scale2
+            shift = m * scale2 - base
+            if phase == 1:  # a row may have met hidden keys only: m_new is -inf then
+                base = tl.where(m_new == float("-inf"), 0.0, base)
+                shift = tl.where(m_new == float("-inf"), 0.0, shift)
+            x = scores * scale2 - base[:, None]
+            p = tl.exp2(x)
+            a = tl.exp2(shift)
+            if ENTROPY:
+                px = tl.where(seen, p * x, 0.0) if phase == 1 else p * x
+                # before the first visible key shift is -inf and sum_p is 0
+                moved = tl.where(m == float("-inf"), 0.0, shift * sum_p)
+                e = a * (e + moved) + tl.sum(px, 1)
+            sum_p = sum_p * a + tl.sum(p, 1)
+            if HAS_OUT:
+                acc = acc * a[:, None]
+                v_tile = load_tile(v, b, key, g, v_stride, S, ALIGN, BLOCK_S, V, BLOCK_V, phase == 1, DESCRIPTOR)
+                acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
+            m = m_new
+
+    inside = row < T
+    at = tl.cast(bh, tl.int64) * T + row
+    base = m * scale2
+    if HAS_SINK:
+        sink = tl.load(sink_logits + h).to(tl.float32) * LOG2E
+        top = tl.maximum(base, sink)
+        kept = tl.exp2(base - top)
+        total = sum_p * kept + tl.exp2(sink - top)
+        log_total = tl.log2(total) + (top - base)  # log L around the largest score
+        weight = kept / total
+    else:
+        top = base
+        total = sum_p
+        log_total = tl.log2(sum_p)
+        weight = 1.0 / sum_p
+    tl.store(lse + at, (top + tl.log2(total)) * LN2, mask=inside)
+    if ENTROPY:
+        tl.store(entropy + at, (log_total * (sum_p * weight) - e * weight) * LN2, mask=inside)
+    if LARGEST:
+        tl.store(largest + at, m * scale, mask=inside)
+    if ARGMAX:
+        tl.store(argmax + at, best.to(tl.int64), mask=inside)
+    if HAS_OUT:
+        out += (tl.cast(b, tl.int64) * T * H + h) * V
+        store_tile(out, acc * weight[:, None], first_row, H * V, T, BLOCK_T, V, BLOCK_V)
