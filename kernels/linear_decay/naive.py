@@ -5,6 +5,8 @@
 With a window, S_t is made again for every t from its last `window` tokens only.
 """
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -30,7 +32,10 @@ def linear_decay_naive(
     initial_state: Tensor | None,
     window: int | None,
     scale: float,
+    bounds: list[int] | None = None,
 ) -> RecurrentOutput:
+    if bounds is not None:
+        return _packed(query, key, value, log_decay, initial_state, window, scale, bounds)
     work = working_dtype(query, key, value, log_decay, initial_state)
     dtype, tokens = value.dtype, query.shape[1]
     query, key, value, log_decay = (x.double() for x in (query, key, value, log_decay))
@@ -49,3 +54,17 @@ def linear_decay_naive(
         states = torch.stack(history, 1)
     out = scale * torch.einsum("bthk,bthkv->bthv", query, states)
     return RecurrentOutput(out.to(dtype), states[:, -1].to(work))
+
+
+def _packed(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, initial_state: Tensor | None, window: int | None,
+    scale: float, bounds: list[int],
+) -> RecurrentOutput:  # fmt: skip
+    """Sequences packed along time, one after the other."""
+    results = []
+    for n, (start, end) in enumerate(pairwise(bounds)):
+        decay = log_decay if log_decay.ndim == 1 else log_decay[:, start:end]
+        state = None if initial_state is None else initial_state[n : n + 1]
+        q, k, v = (x[:, start:end] for x in (query, key, value))
+        results.append(linear_decay_naive(q, k, v, decay, state, window, scale))
+    return RecurrentOutput(*(torch.cat(x, dim) for x, dim in zip(zip(*results, strict=True), (1, 0), strict=True)))

@@ -9,6 +9,8 @@ and the states at chunk starts are one product with the matrix exp(L_c - L_c'), 
 (the state-space duality of Mamba-2, Dao and Gu 2024). Windows: see kernels/blocks.py.
 """
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -59,7 +61,10 @@ def linear_decay_torch(
     window: int | None,
     scale: float,
     chunk_size: int,
+    bounds: list[int] | None = None,
 ) -> RecurrentOutput:
+    if bounds is not None:
+        return _packed(query, key, value, log_decay, initial_state, window, scale, chunk_size, bounds)
     work = working_dtype(query, key, value, log_decay, initial_state)
     dtype, tokens = value.dtype, query.shape[1]
     window = None if window is None or window >= tokens else window
@@ -100,3 +105,17 @@ def _last_state(key: Tensor, value: Tensor, log_decay: Tensor, window: int) -> T
     key, value, log_decay = (x[:, -window:] for x in (key, value, log_decay))
     rest = blocks.later(log_decay, 1).exp().unsqueeze(-1)
     return (key * rest).permute(0, 2, 3, 1) @ value.transpose(1, 2)
+
+
+def _packed(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, initial_state: Tensor | None, window: int | None,
+    scale: float, chunk_size: int, bounds: list[int],
+) -> RecurrentOutput:  # fmt: skip
+    """Sequences packed along time, one after the other."""
+    results = []
+    for n, (start, end) in enumerate(pairwise(bounds)):
+        decay = log_decay if log_decay.ndim == 1 else log_decay[:, start:end]
+        state = None if initial_state is None else initial_state[n : n + 1]
+        q, k, v = (x[:, start:end] for x in (query, key, value))
+        results.append(linear_decay_torch(q, k, v, decay, state, window, scale, chunk_size))
+    return RecurrentOutput(*(torch.cat(x, dim) for x, dim in zip(zip(*results, strict=True), (1, 0), strict=True)))

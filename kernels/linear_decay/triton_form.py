@@ -1,0 +1,544 @@
+"""linear_decay on a GPU through the kernels of triton_sweep.py and triton_window.py: plans, launches, autograd.
+
+    S_t = exp(g_t) S_{t-1} + k_t v_t^T        o_t = scale * S_t^T q_t
+
+Each segment of chunks is one program. First every segment's own contribution to the state is made (keys and values are
+read once), then a short scan turns these into states at segment starts, then all segments make their outputs at the
+same time. The number of segments follows from the number of multiprocessors; one segment needs no first two steps.
+For the backward pass the operands and the states at segment starts are kept, everything else is made again.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from kernels.linear_decay import triton_sweep as kernel
+from kernels.linear_decay import triton_window as banded
+from kernels.operands import RecurrentOutput
+
+OP = "linear_decay"
+INTERPRETED = triton.knobs.runtime.interpret  # as the kernels were when they were decorated
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SEGMENT_MOST = 64  # chunks of a segment under a window: their decays are summed at once
+FORGET = -1e4  # nats; exp of it is 0
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _power(n: int) -> int:
+    """The smallest power of two >= n; triton's own functions cost as much as a launch on the host."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+class Config(NamedTuple):
+    """Sizes of one launch: tokens per chunk, tiles of the state, warps and stages; `back_` for the backward sweeps."""
+
+    chunk: int
+    tile_k: int
+    tile_v: int
+    warps: int
+    stages: int
+    back_k: int
+    back_v: int
+    back_warps: int
+    back_stages: int
+    fill: int = 2  # programs that run on a multiprocessor at a time
+    segment: int = 0  # chunks per segment; 0: from the number of multiprocessors
+
+
+FULL = Config(32, 32, 32, 8, 1, 32, 32, 8, 1)  # float32: larger tiles of scalar products do not fit into registers
+BAND_CHUNKS = 4  # windows of at most so many chunks are a band of the attention matrix
+
+
+def configs(dtype: torch.dtype) -> list[Config]:
+    """Every configuration that may be chosen for keys and values up to 128, and those that were tried beside them."""
+    if dtype == torch.float32:
+        return [FULL, Config(16, 32, 32, 4, 1, 32, 32, 4, 1)]
+    chosen = {choose(dtype, k, v) for k in (32, 64, 128) for v in (32, 64, 128)}
+    return [
+        *sorted(chosen),
+        Config(64, 64, 64, 4, 3, 64, 64, 8, 2, 4),
+        Config(64, 64, 64, 8, 3, 64, 64, 4, 2, 2),
+        Config(64, 128, 128, 8, 2, 128, 64, 8, 2, 2),
+    ]
+
+
+def choose(dtype: torch.dtype, width_k: int, width_v: int) -> Config:
+    if dtype == torch.float32:
+        return FULL
+    k, v = (min(128, max(32, _power(width))) for width in (width_k, width_v))
+    small = max(k, v) <= 64
+    return Config(
+        64, k, min(v, 64) if k == 128 else v, 4 if small else 8, 3, k, v, 4 if max(k, v) <= 32 else 8, 2
+    )  # fmt: skip
+
+
+class Cut(NamedTuple):
+    """How T tokens of each of several sequences are laid out."""
+
+    window: int  # tokens of a block; 0: a block is a sequence
+    chunk: int
+    chunks: int  # of a segment
+    per_block: int  # segments of a block (windows only)
+    per_sequence: int  # segments of a sequence (if not packed)
+    segments: int  # programs' segments in all; an upper bound if packed
+    blocks: int  # of all sequences; an upper bound if packed
+
+    @property
+    def single(self) -> bool:
+        """No segment needs another one's state."""
+        return (self.per_block if self.window else self.per_sequence) == 1
+
+
+def plan(
+    config: Config, rows: int, tokens: int, heads: int, tiles: int, window: int, packed: int, processors: int
+) -> Cut:
+    """`packed`: number of sequences in the row, 0 if every row is one."""
+    block = window or tokens
+    block_chunks = _ceil(block, config.chunk)
+    chunk = _ceil(block, block_chunks) if window else config.chunk
+    blocks = rows * _ceil(tokens, block)
+    slots, programs = config.fill * processors, heads * tiles * blocks
+    if programs >= (slots if window else 4 * slots):
+        parallel = 1
+    elif programs > slots // 2 and not window:
+        parallel = -(-4 * slots // programs)  # several waves: the last one may be short
+    else:
+        parallel = max(1, slots // programs)
+    chunks = config.segment or max(min(4, block_chunks), _ceil(block_chunks, parallel))
+    if window:
+        chunks = min(chunks, SEGMENT_MOST)
+    per_block = _ceil(block_chunks, chunks)
+    chunks = _ceil(block_chunks, per_block)
+    if not packed:
+        per_sequence = per_block * _ceil(tokens, block)
+        return Cut(window, chunk, chunks, per_block, per_sequence, rows * per_sequence, blocks)
+    if window:
+        blocks = tokens // window + packed
+        return Cut(window, chunk, chunks, per_block, blocks * per_block, blocks * per_block, blocks)
+    return Cut(0, chunk, chunks, 1, per_block, tokens // (chunk * chunks) + packed if per_block > 1 else packed, packed)
+
+
+def segment_ends(cu_seqlens: Tensor, cut: Cut) -> Tensor:
+    """Running sum of the sequences' numbers of segments."""
+    lengths = cu_seqlens.diff()
+    size = cut.window or cut.chunk * cut.chunks
+    return (((lengths + size - 1) // size).cumsum(0) * (cut.per_block if cut.window else 1)).to(torch.int32)
+
+
+def plan_band(config: Config, rows: int, tokens: int, packed: int) -> Cut:
+    """One program for every chunk."""
+    per_sequence = _ceil(tokens, config.chunk)
+    segments = tokens // config.chunk + packed if packed else rows * per_sequence
+    return Cut(0, config.chunk, 1, 1, per_sequence, segments, packed or rows)
+
+
+class Launch:
+    """One layout of one operation's operands; its methods run the kernels."""
+
+    def __init__(
+        self, like: Tensor, width_v: int, gates: Tensor, cu_seqlens: Tensor | None, window: int, scale: float,
+        config: list[int],
+    ):  # fmt: skip
+        self.rows, self.tokens, self.heads, self.k = like.shape
+        self.v, self.scale, self.gates = width_v, scale, gates
+        self.config = Config(*config) if config else choose(like.dtype, self.k, width_v)
+        packed = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        self.window, self.is_band = window, 0 < window <= BAND_CHUNKS * self.config.chunk
+        tiles = _ceil(self.k, self.config.tile_k) * _ceil(width_v, self.config.tile_v)
+        if self.is_band:
+            self.cut = plan_band(self.config, self.rows, self.tokens, packed)
+        else:
+            self.cut = plan(
+                self.config, self.rows, self.tokens, self.heads, tiles, window, packed, _processors(like.device)
+            )
+        self.single = self.is_band or self.cut.single
+        self.sequences = packed or self.rows
+        self.cu_seqlens = gates if cu_seqlens is None else cu_seqlens
+        self.ends = gates if cu_seqlens is None else segment_ends(cu_seqlens, self.cut)
+        self.per_token = gates.ndim == 3
+        self.shared: dict[str, Any] = {
+            "C": self.config.chunk,
+            "N_TILE": _power(packed) if packed else 0,
+            "PER_TOKEN": self.per_token,
+            "PRECISION": "ieee" if like.dtype == torch.float32 else "tf32",
+        }
+
+    def _gate_strides(self) -> tuple[int, ...]:
+        return tuple(self.gates.stride()) if self.per_token else (0, 0, self.gates.stride(0))
+
+    def _layout(self) -> tuple[int, ...]:
+        cut = self.cut
+        return (
+            self.tokens, self.sequences, cut.per_sequence, cut.window, cut.per_block, cut.chunk, cut.chunks
+        )  # fmt: skip
+
+    def states(self, left: Tensor, right: Tensor, initial: Tensor | None, reverse: bool) -> dict[str, Tensor]:
+        """States at segment starts in the direction of the sweep; with a window also what neighbours need."""
+        cut, heads = self.cut, self.heads
+        local = _float32((cut.segments, heads, self.k, self.v), left)
+        totals = _float32((cut.segments, heads), left)
+        tile_k, tile_v, warps, stages = self._sizes(reverse)
+        grid = (cut.segments * heads * _ceil(self.k, tile_k) * _ceil(self.v, tile_v),)
+        kernel.segment_states[grid](
+            left, right, self.gates, local, totals, self.cu_seqlens, self.ends,
+            *left.stride()[:3], *right.stride()[:3], *self._gate_strides(), *self._layout(), self.scale,
+            heads, self.k, self.v, K_TILE=tile_k, V_TILE=tile_v, WINDOW=cut.window > 0, REVERSE=reverse, **self.shared,
+            num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+        starts = torch.empty_like(local)
+        windowed = cut.window > 0
+        groups = cut.blocks if windowed else self.sequences
+        final = local if windowed else _float32((groups, heads, self.k, self.v), left)
+        beyond = torch.empty_like(local) if windowed else local
+        near, far = (torch.empty_like(totals) if windowed else totals for _ in range(2))
+        size = self.k * self.v
+        tile = min(256, max(16, _power(size)))
+        kernel.scan_segments[(groups * heads * _ceil(size, tile),)](
+            local, totals, local if initial is None else initial, starts, final, beyond, near, far, self.ends,
+            cut.per_block if windowed else cut.per_sequence, heads, size,
+            GROUP=16, E_TILE=tile, PACKED=self.shared["N_TILE"] > 0, HAS_INITIAL=initial is not None,
+            WINDOW=windowed, REVERSE=reverse, num_warps=4,
+        )  # fmt: skip
+        return {"starts": starts, "final": final, "beyond": beyond, "near": near, "far": far}
+
+    def _sizes(self, backward: bool) -> tuple[int, int, int, int]:
+        c = self.config
+        return (
+            (c.back_k, c.back_v, c.back_warps, c.back_stages) if backward else (c.tile_k, c.tile_v, c.warps, c.stages)
+        )
+
+    def _rest(self, made: dict[str, Tensor], gates: list[Tensor], ends: Tensor | None) -> list[Tensor]:
+        """Operands that all sweeps have in common; what a sweep does not use is some pointer."""
+        idle = self.gates
+        states = [made.get(name, idle) for name in ("beyond", "near", "far")]
+        return [
+            self.gates, *(gates or [idle] * 3), made.get("starts", idle), idle if ends is None else ends, *states,
+            self.cu_seqlens, self.ends,
+        ]  # fmt: skip
+
+    def _flags(self, made: dict[str, Tensor], gates: list[Tensor], ends: Tensor | None, backward: bool) -> dict:
+        _, _, warps, stages = self._sizes(backward)
+        return self.shared | {
+            "WINDOW": self.cut.window > 0,
+            "L_TILE": _power(self.cut.chunks) if self.cut.window else 1,
+            "GATE": bool(gates),
+            "HAS_START": "starts" in made,
+            "STORE_END": ends is not None,
+            "num_warps": warps,
+            "num_stages": stages,
+        }
+
+    def gate_buffers(self, chunk_states: Tensor | None) -> list[Tensor]:
+        """Gates of the chunk's own and of the neighbouring block's pairs, a part for every tile; [] if not needed."""
+        if chunk_states is None:
+            return []
+        tile_k, tile_v, _, _ = self._sizes(True)
+        parts = _ceil(self.k, tile_k) * _ceil(self.v, tile_v)
+        near = torch.empty(parts, self.rows, self.tokens, self.heads, dtype=torch.float32, device=self.gates.device)
+        return [near, torch.zeros_like(near) if self.cut.window else near, chunk_states]
+
+    def read(
+        self, x: Tensor, y: Tensor, u: Tensor, r: Tensor, made: dict[str, Tensor], ends: Tensor | None,
+        chunk_states: Tensor | None, backward: bool,
+    ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+        """A pass forwards: out, or d query (then x = value, y = key), and the gates."""
+        tile_k, tile_v, warps, stages = self._sizes(backward)
+        tile_x, tile_y = (tile_v, tile_k) if backward else (tile_k, tile_v)
+        size_x, size_y = x.shape[-1], y.shape[-1]
+        parts, gates = _ceil(size_x, tile_x), self.gate_buffers(chunk_states)
+        out = _parts(y, parts, (self.rows, self.tokens, self.heads, size_y))
+        grid = (self.cut.segments * self.heads * parts * _ceil(size_y, tile_y),)
+        strides = (*x.stride()[:3], *y.stride()[:3], *u.stride()[:3], *r.stride()[:3], *self._gate_strides())
+        if self.is_band:
+            banded.band[grid](
+                x, y, u, r, out, *self._band_rest(gates), *strides, *self._band_layout(), self.heads, size_x, size_y,
+                X_TILE=tile_x, Y_TILE=tile_y, **self._band_flags(gates), num_warps=warps, num_stages=stages,
+            )  # fmt: skip
+        else:
+            kernel.sweep[grid](
+                x, y, u, r, out, *self._rest(made, gates, ends), *strides, *((1, size_x) if backward else (size_y, 1)),
+                *self._layout(), self.scale, self._places(), self.heads, size_x, size_y, X_TILE=tile_x, Y_TILE=tile_y,
+                REVERSE=False, **self._flags(made, gates, ends, backward),
+            )  # fmt: skip
+        return _joined(out, y), [x.sum(0) for x in gates[:2]]
+
+    def write_gradients(
+        self, query: Tensor, d_out: Tensor, key: Tensor, value: Tensor, made: dict[str, Tensor], ends: Tensor | None,
+        chunk_states: Tensor | None,
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
+        """The pass backwards: d key, d value and the gates."""
+        tile_k, tile_v, warps, stages = self._sizes(True)
+        tiles_k, tiles_v = _ceil(self.k, tile_k), _ceil(self.v, tile_v)
+        gates, shape = self.gate_buffers(chunk_states), (self.rows, self.tokens, self.heads)
+        d_key, d_value = _parts(key, tiles_v, (*shape, self.k)), _parts(value, tiles_k, (*shape, self.v))
+        grid = (2 * self.cut.segments * self.heads * tiles_k * tiles_v,)
+        operands = query, d_out, key, value
+        strides = (*(step for x in operands for step in x.stride()[:3]), *self._gate_strides())
+        if self.is_band:
+            banded.band_key_value[grid](
+                *operands, d_key, d_value, *self._band_rest(gates), *strides, *self._band_layout(),
+                self.heads, self.k, self.v, K_TILE=tile_k, V_TILE=tile_v, **self._band_flags(gates),
+                num_warps=warps, num_stages=stages,
+            )  # fmt: skip
+        else:
+            kernel.sweep_key_value[grid](
+                *operands, d_key, d_value, *self._rest(made, gates, ends), *strides, *self._layout(), self.scale,
+                self._places(), self.heads, self.k, self.v, K_TILE=tile_k, V_TILE=tile_v,
+                **self._flags(made, gates, ends, True),
+            )  # fmt: skip
+        return _joined(d_key, key), _joined(d_value, value), [x.sum(0) for x in gates[:2]]
+
+    def _band_rest(self, gates: list[Tensor]) -> list[Tensor]:
+        near, around = (gates[0], gates[2]) if gates else (self.gates, self.gates)
+        return [self.gates, near, around, self.cu_seqlens, self.ends]
+
+    def _band_layout(self) -> tuple[float, ...]:
+        return self.tokens, self.sequences, self.cut.per_sequence, self.window, self.scale, self._places()
+
+    def _band_flags(self, gates: list[Tensor]) -> dict:
+        return self.shared | {"DEPTH": self._depth(), "GATE": bool(gates)}
+
+    def _depth(self) -> int:
+        """Chunks that a window reaches into beside the own one."""
+        return _ceil(self.window - 1, self.config.chunk)
+
+    def _places(self) -> int:
+        return self.rows * self.tokens * self.heads
+
+    def chunk_states(self, like: Tensor) -> Tensor:
+        """What the pass forwards leaves for the pass backwards: states before chunks, or sums of pairs of chunks."""
+        if self.is_band:
+            tile_k, tile_v, _, _ = self._sizes(True)
+            tiles = _ceil(self.k, tile_k) * _ceil(self.v, tile_v)
+            shape = (self.cut.segments, self.heads, tiles, self._depth() + 1)
+            return torch.empty(shape, dtype=torch.float32, device=like.device)
+        return like.new_empty(self.cut.segments * self.cut.chunks, self.heads, self.k, self.v)
+
+    def block_sums(self, ending: Tensor, starting: Tensor) -> Tensor:
+        """Per token l the sums over its block of `ending` from l on and of `starting` before l, both [B, T, H]."""
+        token = torch.arange(self.tokens, device=ending.device)
+        low, high = torch.zeros_like(token), torch.full_like(token, self.tokens)
+        if self.shared["N_TILE"]:
+            sequence = torch.searchsorted(self.cu_seqlens[1:].to(token.dtype), token, right=True)
+            low, high = self.cu_seqlens[sequence].to(token.dtype), self.cu_seqlens[sequence + 1].to(token.dtype)
+        start = low + (token - low) // self.cut.window * self.cut.window
+        stop = torch.minimum(start + self.cut.window, high)
+        zero = torch.zeros_like(ending[:, :1], dtype=torch.float64)
+        ends, starts = (torch.cat([zero, x.double().cumsum(1)], 1) for x in (ending, starting))
+        return (ends[:, stop] - ends[:, :-1] + starts[:, :-1] - starts[:, start]).float()
+
+
+def _parts(like: Tensor, parts: int, shape: tuple[int, ...]) -> Tensor:
+    """Output buffer [parts, ...]: several parts are summed in float32."""
+    return torch.empty(parts, *shape, dtype=like.dtype if parts == 1 else torch.float32, device=like.device)
+
+
+def _joined(parts: Tensor, like: Tensor) -> Tensor:
+    return parts[0] if parts.shape[0] == 1 else parts.sum(0).to(like.dtype)
+
+
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _float32(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=like.device)
+
+
+def _started(state: Tensor | None) -> dict[str, Tensor]:
+    """What a sweep of one segment starts from."""
+    return {} if state is None else {"starts": state.float().contiguous()}
+
+
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, initial_state: Tensor | None,
+    cu_seqlens: Tensor | None, window: int, scale: float, state_only: bool, config: list[int],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """out, final state (without a window), states at segment starts (if there are several segments)."""
+    launch = Launch(key, value.shape[-1], log_decay, cu_seqlens, window, scale, config)
+    made, nothing = _started(initial_state), _float32((0,), value)
+    state, ends = nothing, None
+    if not launch.single or state_only:
+        made = launch.states(key, value, made.get("starts"), reverse=False)
+        state = made["final"]
+    elif not window:
+        state = ends = _float32((launch.sequences, *key.shape[2:], value.shape[-1]), value)
+    starts = _float32((0,), value) if launch.single else made["starts"]
+    if state_only:
+        return value.new_empty(0), state, starts
+    out, _ = launch.read(key, value, query, value, made, ends, None, backward=False)
+    return out, _float32((0,), value) if window else state, starts
+
+
+_forward = torch.library.custom_op("hybridscope::linear_decay_forward", forward, mutates_args=())
+
+
+@_forward.register_fake
+def _(query, key, value, log_decay, initial_state, cu_seqlens, window, scale, state_only, config):
+    launch = Launch(key, value.shape[-1], log_decay, cu_seqlens, window, scale, config)
+    shape = (key.shape[2], key.shape[3], value.shape[3])
+    out = torch.empty(0 if state_only else value.shape, dtype=value.dtype, device=value.device)
+    state = _float32((0,) if window else (launch.sequences, *shape), key)
+    starts = _float32((0,) if launch.single else (launch.cut.segments, *shape), key)
+    return out, state, starts
+
+
+def backward(
+    d_out: Tensor | None, d_state: Tensor | None, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor,
+    initial_state: Tensor | None, cu_seqlens: Tensor | None, starts: Tensor, window: int, scale: float,
+    needs: list[bool], config: list[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of query, key, value, log_decay, initial_state; an empty tensor for those not needed."""
+    launch = Launch(key, value.shape[-1], log_decay, cu_seqlens, window, scale, config)
+    need_query, need_key, need_value, need_gate, need_initial = needs
+    d_out = torch.zeros_like(value) if d_out is None else _unit_stride(d_out.to(value.dtype))
+    d_query = d_key = d_value = d_gate = d_initial = None
+    chunk_states = launch.chunk_states(key) if need_gate else None
+    if need_query or need_gate:
+        made = {"starts": starts}
+        if launch.single:
+            made = _started(initial_state)
+        elif window:
+            made = launch.states(key, value, None, reverse=False)
+        d_query, gates = launch.read(value, key, d_out, query, made, None, chunk_states, backward=True)
+    sweeps = need_key or need_value or need_gate
+    made, ends = _started(d_state), None
+    if not launch.single or (need_initial and not sweeps):
+        made = launch.states(query, d_out, made.get("starts"), reverse=True)
+        d_initial = made["final"]
+    elif need_initial:
+        d_initial = ends = _float32((launch.sequences, *key.shape[2:], value.shape[-1]), value)
+    if sweeps:
+        d_key, d_value, gates_back = launch.write_gradients(query, d_out, key, value, made, ends, chunk_states)
+    if need_gate:
+        d_gate = gates[0] + gates_back[0]
+        if launch.cut.window:
+            d_gate = d_gate + launch.block_sums(gates[1], gates_back[1])
+        d_gate = (d_gate if launch.per_token else d_gate.sum((0, 1), dtype=torch.float64)).to(log_decay.dtype)
+    if initial_state is not None and d_initial is not None:
+        d_initial = d_initial.to(initial_state.dtype)
+    results = (
+        value.new_empty(0) if x is None or not needed else x
+        for x, needed in zip((d_query, d_key, d_value, d_gate, d_initial), needs, strict=True)
+    )
+    query_, key_, value_, gate_, initial_ = results
+    return query_, key_, value_, gate_, initial_
+
+
+def _unit_stride(x: Tensor) -> Tensor:
+    """As it is if its rows are dense and near enough for 32-bit offsets inside a chunk, else a copy."""
+    return x if (x.stride(-1) == 1 or x.shape[-1] == 1) and x.stride(1) < 2**23 else x.contiguous()
+
+
+_backward = torch.library.custom_op("hybridscope::linear_decay_backward", backward, mutates_args=())
+
+
+@_backward.register_fake
+def _(
+    d_out, d_state, query, key, value, log_decay, initial_state, cu_seqlens, starts, window, scale, needs, config
+):  # fmt: skip
+    return tuple(
+        torch.empty(x.shape if needed else 0, dtype=x.dtype if needed else value.dtype, device=value.device)
+        for x, needed in zip((query, key, value, log_decay, initial_state), needs, strict=True)
+    )
+
+
+def _keep(ctx, inputs, output):
+    query, key, value, log_decay, initial_state, cu_seqlens, window, scale, _, config = inputs
+    ctx.save_for_backward(query, key, value, log_decay, initial_state, cu_seqlens, output[2])
+    ctx.options = window, scale, config
+    ctx.mark_non_differentiable(output[2])
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx, d_out, d_state, _):
+    window, scale, config = ctx.options
+    if d_out is not None and d_out.numel() == 0:
+        d_out = None
+    if window:
+        d_state = None
+    needs = list(ctx.needs_input_grad[:5])
+    run = _backward if _traced(d_out if d_out is not None else d_state) else backward
+    results = run(d_out, d_state, *ctx.saved_tensors, window, scale, needs, config)
+    return *(x if needed else None for x, needed in zip(results, needs, strict=True)), *(None,) * 5
+
+
+_forward.register_autograd(_gradients, setup_context=_keep)
+
+
+class _Eager(torch.autograd.Function):
+    """The same without the dispatcher, whose Python part costs the host more than all launches."""
+
+    forward = staticmethod(forward)
+    setup_context = staticmethod(_keep)
+    backward = staticmethod(_gradients)
+
+
+def _traced(x: Tensor | None) -> bool:
+    """A compiler or a mode with tensors of its own is looking: only registered operations may run."""
+    return torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter)
+
+
+def _call(*operands) -> tuple[Tensor, Tensor, Tensor]:
+    return (_forward if _traced(operands[0]) else _Eager.apply)(*operands)
+
+
+def _refuse(tensors: dict[str, Tensor]) -> None:
+    for name, x in tensors.items():
+        if x.dtype not in DTYPES:
+            raise ValueError(
+                f"{OP}: {name} is {x.dtype} with impl 'triton'; expected bfloat16, float16 or float32. "
+                "Cast it, or use impl='torch'."
+            )
+        if x.device.type != "cuda" and not INTERPRETED:
+            raise ValueError(
+                f"{OP}: {name} is on {x.device} with impl 'triton'; expected a CUDA device. "
+                "Move it there, or use impl='torch'."
+            )
+
+
+def linear_decay_triton(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    initial_state: Tensor | None,
+    window: int | None,
+    scale: float,
+    cu_seqlens: Tensor | None = None,
+    config: Config | None = None,
+) -> RecurrentOutput:
+    """`config` overrides the choice of tiles, for tests and tuning."""
+    named = {"query": query, "key": key, "value": value, "log_decay": log_decay}
+    _refuse(named if initial_state is None else named | {"initial_state": initial_state})
+    dtype, tokens = value.dtype, query.shape[1]
+    common = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
+    query, key, value = (_unit_stride(x.to(common)) for x in (query, key, value))
+    log_decay = log_decay if log_decay.ndim == 1 or log_decay.stride(1) < 2**23 else log_decay.contiguous()
+    options = list(config or ())
+    limit = 0 if window is None or window >= tokens else window
+    out, state, _ = _call(query, key, value, log_decay, initial_state, cu_seqlens, limit, scale, False, options)
+    if limit:
+        state = _last_state(key, value, log_decay, cu_seqlens, limit, options)
+    return RecurrentOutput(out.to(dtype), state)
+
+
+def _last_state(
+    key: Tensor, value: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None, window: int, options: list[int]
+) -> Tensor:
+    """The state made of each sequence's last `window` tokens."""
+    if cu_seqlens is None:
+        key, value = key[:, -window:], value[:, -window:]
+        log_decay = log_decay if log_decay.ndim == 1 else log_decay[:, -window:]
+    else:  # forget everything at the first token inside the window
+        first = torch.maximum(cu_seqlens[1:] - window, cu_seqlens[:-1])
+        forget = torch.zeros(key.shape[1], dtype=torch.bool, device=key.device)
+        forget = forget.index_fill(0, first.long(), True)
+        log_decay = log_decay.expand(key.shape[:3]).masked_fill(forget[None, :, None], FORGET)
+    _, state, _ = _call(key.detach(), key, value, log_decay, None, cu_seqlens, 0, 1.0, True, options)
+    return state

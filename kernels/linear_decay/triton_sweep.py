@@ -1,0 +1,525 @@
+"""Chunked sweeps of scalar-decay linear attention: one kernel makes outputs and the gradients of query, key and value.
+
+Time is cut into blocks (one window each; without a window a block is the whole sequence), blocks into chunks of at most
+C tokens, and runs of chunks into segments, one program each. With c_i the cumulative log decay inside a chunk (token i
+included) and r_i the log decay of what follows token i in its chunk, a sweep over *written* tokens (x, y) keeps
+
+    S' = exp(c_C) S + sum over j of b_j x_j y_j^T
+
+and answers *reading* tokens u of the same places
+
+    out_i = a_i u_i S + sum over j of D_ij (u_i . x_j) y_j
+
+    forwards in time    a_i = scale exp(c_i)   b_j = exp(r_j)          D_ij = scale exp(c_i - c_j), j <= i
+    backwards in time   a_j = exp(r_j)         b_i = scale exp(c_i)    D_ji = scale exp(c_i - c_j), i >= j
+
+                    x       y       u
+    out             key     value   query     forwards
+    d query         value   key     d out     forwards (S transposed)
+    d value         query   d out   key       backwards (S is then the cotangent of the state)
+    d key           d out   query   value     backwards (the same transposed)
+
+so every factor is exp of a sum of decays, <= 1 (Lightning Attention, Qin et al. 2024; the chunked form of Mamba-2, Dao
+and Gu 2024). Segments start from states made by `segment_states` and `scan_segments`.
+
+Window of w tokens (blocks of w): a reading token i of block n also sees the tokens j > i of the block before it
+(j < i of the block behind it, when backwards), for which U = sum of b_j x_j y_j^T with decays to the block's edge is
+summed against the direction of the sweep; the scheme of kernels/blocks.py. It needs no subtraction, whatever w is.
+
+Decay. With P_ij = scale exp(c_i - c_j) (q_i . k_j) (d out_i . v_j), the gradient collects the pairs that decay over l:
+
+    d g_l = sum over j < l <= i of P_ij
+
+(d/d g_l of every pair is the pair itself if j < l <= i, else 0) and no difference of long sums is needed: pairs inside
+l's chunk are summed from one matrix P without its diagonal; pairs that end in the chunk are e_i = q_i . (part of
+d query_i from outside the chunk), summed over i >= l; pairs that start in it are f_j = k_j . (part of d key_j from
+outside), summed over j < l; pairs around it are exp(c_C) <S, dS>, S the state before the chunk and dS the cotangent of
+the state after it. Initial and final state count as tokens before and behind all others through S and dS. With a
+window, the pairs of neighbouring blocks are e and f of the other part, summed over the block.
+
+Every product is formed in the orientation in which it is used: some compilers for Hopper are wrong when the transposed
+result of one tl.dot is an operand of another. Transposed loads are safe.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def place(segment, cu_seqlens, segment_ends, tokens, sequences, per_sequence, N_TILE: tl.constexpr):
+    """Sequence and batch row of a segment, its index in the sequence, the sequence's first token and end.
+
+    Packed (N_TILE > 0): one row; segment_ends are running sums of the sequences' numbers of segments, and programs
+    behind the last segment get sequence = sequences.
+    """
+    if N_TILE > 0:
+        n = tl.arange(0, N_TILE)
+        ends = tl.load(segment_ends + n, mask=n < sequences, other=2147483647)
+        sequence = tl.sum((ends <= segment).to(tl.int32), axis=0)
+        index = segment - tl.max(tl.where(ends <= segment, ends, 0), axis=0)
+        low = tl.load(cu_seqlens + sequence, mask=sequence < sequences, other=0).to(tl.int64)
+        high = tl.load(cu_seqlens + sequence + 1, mask=sequence < sequences, other=0).to(tl.int64)
+        row = low * 0
+    else:
+        sequence = segment // per_sequence
+        index = segment % per_sequence
+        row = sequence.to(tl.int64)
+        low = row * 0
+        high = low + tokens
+    return sequence, row, index, low, high
+
+
+@triton.jit
+def cut(index, low, high, window, per_block, WINDOW: tl.constexpr):
+    """Block of a segment, the segment's index in it, the block's first token and end."""
+    if WINDOW:
+        block = index // per_block
+        inner = index % per_block
+        start = low + block.to(tl.int64) * window
+        stop = tl.minimum(start + window, high)
+    else:
+        block = index * 0
+        inner = index
+        start = low
+        stop = high
+    return block, inner, start, stop
+
+
+@triton.jit
+def decays(gates, stride, rate, start, stop, C: tl.constexpr, PER_TOKEN: tl.constexpr, EXACT: tl.constexpr):
+    """Log decay of a chunk: up to each token (itself included), after each token, and in all."""
+    i = tl.arange(0, C)
+    count = tl.maximum(tl.minimum(stop - start, C), 0).to(tl.int32)
+    if PER_TOKEN:
+        gates += start * stride
+        since = tl.cumsum(tl.load(gates + i * stride, mask=i < count, other=0.0).to(tl.float32), axis=0)
+        total = tl.sum(tl.where(i == C - 1, since, 0.0), axis=0)
+        if EXACT:  # summed from the end: a difference would carry the rounding of the longer sum
+            later = tl.load(gates + (i + 1) * stride, mask=i + 1 < count, other=0.0).to(tl.float32)
+            rest = tl.cumsum(later, axis=0, reverse=True)
+        else:
+            rest = tl.minimum(total - since, 0.0)
+    else:
+        since = (i + 1).to(tl.float32) * rate
+        rest = tl.maximum(count - 1 - i, 0).to(tl.float32) * rate
+        total = count.to(tl.float32) * rate
+    return since, rest, total
+
+
+@triton.jit
+def pair_decays(since, rate, place_, PER_TOKEN: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """[C, C] exp(c_i - c_j) for j <= i, else 0, with i along the rows (along the columns if TRANSPOSED).
+
+    Masked before exp: the other half would overflow. place_ counts from a start that changes from chunk to chunk, so
+    that the mask is compared anew instead of being kept in a register per element.
+    """
+    if TRANSPOSED:
+        i, j = place_[None, :], place_[:, None]
+        between = since[None, :] - since[:, None]
+    else:
+        i, j = place_[:, None], place_[None, :]
+        between = since[:, None] - since[None, :]
+    if not PER_TOKEN:
+        between = (i - j).to(tl.float32) * rate
+    return tl.exp(tl.where(i >= j, between, float("-inf")))
+
+
+@triton.jit
+def sum_before(values, place_):
+    """Sum of the values before each place; not a difference of sums: the place's own value may be much larger."""
+    return tl.sum(tl.where(place_[:, None] > place_[None, :], values[None, :], 0.0), axis=1)
+
+
+@triton.jit
+def rows(base, stride, start, stop, d0, D, C: tl.constexpr, D_TILE: tl.constexpr):
+    """[C, D_TILE] tile of tokens start .. stop - 1 and columns d0 .. D - 1, zeros elsewhere."""
+    i = tl.arange(0, C)
+    d = d0 + tl.arange(0, D_TILE)
+    inside = (i < stop - start)[:, None] & (d < D)[None, :]
+    return tl.load(base + start * stride + (i[:, None] * stride + d[None, :]), mask=inside, other=0.0)
+
+
+@triton.jit
+def state_tile(base, x0, y0, X, Y, x_stride, y_stride, X_TILE: tl.constexpr, Y_TILE: tl.constexpr):
+    """Pointers to and mask of one tile of an [X, Y] state."""
+    x = x0 + tl.arange(0, X_TILE)
+    y = y0 + tl.arange(0, Y_TILE)
+    return base + (x[:, None] * x_stride + y[None, :] * y_stride), (x < X)[:, None] & (y < Y)[None, :]
+
+
+# Numbers that change with the input: no compilation of their own for 1 and for multiples of 16.
+PLAIN = ["tokens", "sequences", "per_sequence", "window", "per_block", "chunk", "chunks", "scale"]
+
+
+@triton.jit(do_not_specialize=PLAIN)
+def segment_states(
+    left, right, gates, local, totals, cu_seqlens, segment_ends,
+    left_b, left_t, left_h, right_b, right_t, right_h, gates_b, gates_t, gates_h,
+    tokens, sequences, per_sequence, window, per_block, chunk, chunks, scale, H, K, V,
+    C: tl.constexpr, K_TILE: tl.constexpr, V_TILE: tl.constexpr, N_TILE: tl.constexpr, WINDOW: tl.constexpr,
+    REVERSE: tl.constexpr, PER_TOKEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What each segment adds to the state at its end (its start if REVERSE), and its log decay."""
+    k_tiles, v_tiles = tl.cdiv(K, K_TILE), tl.cdiv(V, V_TILE)
+    tile = tl.program_id(0) % (k_tiles * v_tiles)
+    head = (tl.program_id(0) // (k_tiles * v_tiles)) % H
+    segment = tl.program_id(0) // (k_tiles * v_tiles * H)
+    k0, v0 = (tile // v_tiles) * K_TILE, (tile % v_tiles) * V_TILE
+    sequence, row, index, low, high = place(segment, cu_seqlens, segment_ends, tokens, sequences, per_sequence, N_TILE)
+    if sequence >= sequences:
+        return
+    _block, inner, start, stop = cut(index, low, high, window, per_block, WINDOW)
+    left += row * left_b + head.to(tl.int64) * left_h
+    right += row * right_b + head.to(tl.int64) * right_h
+    gates += row * gates_b + head.to(tl.int64) * gates_h
+    rate = 0.0 if PER_TOKEN else tl.load(gates).to(tl.float32)
+    first = inner * chunks
+    count = tl.minimum(chunks, tl.cdiv(stop - start, chunk).to(tl.int32) - first)
+    state = tl.zeros([K_TILE, V_TILE], tl.float32)
+    passed = 0.0
+    for step in range(0, count):
+        m = first + (count - 1 - step if REVERSE else step)
+        begin = start + m * chunk
+        end = tl.minimum(begin + chunk, stop)
+        since, rest, total = decays(gates, gates_t, rate, begin, end, C, PER_TOKEN, PRECISION == "ieee")
+        x = rows(left, left_t, begin, end, k0, K, C, K_TILE)
+        y = rows(right, right_t, begin, end, v0, V, C, V_TILE)
+        weight = tl.exp(since) * scale if REVERSE else tl.exp(rest)
+        y = (y * weight[:, None]).to(y.dtype)
+        state = tl.dot(tl.trans(x), y, acc=state * tl.exp(total), input_precision=PRECISION)
+        passed += total
+    at = segment.to(tl.int64) * H + head
+    pointers, mask = state_tile(local + at * K * V, k0, v0, K, V, V, 1, K_TILE, V_TILE)
+    tl.store(pointers, state, mask=mask)
+    if tile == 0:
+        tl.store(totals + at, passed)
+
+
+@triton.jit(do_not_specialize=["per_group"])
+def scan_segments(
+    local, totals, initial, starts, final, beyond, near_offset, far_offset, segment_ends, per_group, H, E,
+    GROUP: tl.constexpr, E_TILE: tl.constexpr, PACKED: tl.constexpr, HAS_INITIAL: tl.constexpr, WINDOW: tl.constexpr,
+    REVERSE: tl.constexpr,
+):  # fmt: skip
+    """States at segment starts from what the segments add, in a block or sequence; E = K * V numbers a state.
+
+    With WINDOW also `beyond`, what the segments behind each one add up to at the block's edge, and the log decays from
+    the block's start to each segment (near_offset) and behind it (far_offset), all in the direction of the sweep.
+    """
+    e_tiles = tl.cdiv(E, E_TILE)
+    tile = tl.program_id(0) % e_tiles
+    head = (tl.program_id(0) // e_tiles) % H
+    group = tl.program_id(0) // (e_tiles * H)
+    if PACKED and not WINDOW:
+        first = tl.load(segment_ends + group - 1, mask=group > 0, other=0)
+        count = tl.load(segment_ends + group) - first
+    else:
+        first = group * per_group
+        count = per_group
+    e = tile * E_TILE + tl.arange(0, E_TILE)
+    inside = (e < E)[None, :]
+    n = tl.arange(0, GROUP)
+    if HAS_INITIAL:
+        carry = tl.load(initial + (group.to(tl.int64) * H + head) * E + e, mask=e < E, other=0.0)
+    else:
+        carry = tl.zeros([E_TILE], tl.float32)
+    edge = first + (count - 1 if REVERSE else 0)
+    tl.store(starts + (edge.to(tl.int64) * H + head) * E + e, carry, mask=e < E)
+    passed = 0.0
+    for base in range(0, count, GROUP):
+        place_ = base + n
+        segment = (first + (count - 1 - place_ if REVERSE else place_)).to(tl.int64)
+        valid = place_ < count
+        total = tl.load(totals + segment * H + head, mask=valid, other=0.0)
+        x = tl.load(local + ((segment * H + head) * E)[:, None] + e[None, :], mask=valid[:, None] & inside, other=0.0)
+        # weights[s, r]: decay from the end of segment r to the end of segment s, as a product of factors <= 1
+        decay = tl.exp(total)[:, None]
+        weights = tl.cumprod(tl.where(n[:, None] > n[None, :], decay, 1.0), axis=0)
+        x = tl.dot(tl.where(n[:, None] >= n[None, :], weights, 0.0), x, input_precision="ieee")
+        x += tl.cumprod(tl.exp(total), axis=0)[:, None] * carry[None, :]
+        following = segment - 1 if REVERSE else segment + 1
+        tl.store(
+            starts + ((following * H + head) * E)[:, None] + e[None, :], x, mask=(place_ + 1 < count)[:, None] & inside
+        )
+        carry = tl.sum(tl.where(n[:, None] == GROUP - 1, x, 0.0), axis=0)
+        if WINDOW:
+            before = segment + 1 if REVERSE else segment - 1
+            earlier = tl.load(totals + before * H + head, mask=valid & (place_ > 0), other=0.0)
+            offset = passed + tl.cumsum(earlier, axis=0)
+            tl.store(near_offset + segment * H + head, offset, mask=valid & (tile == 0))
+            passed = tl.sum(tl.where(n == GROUP - 1, offset, 0.0), axis=0)
+    if WINDOW:
+        behind = tl.zeros([E_TILE], tl.float32)
+        far = 0.0
+        edge = first + (0 if REVERSE else count - 1)
+        tl.store(beyond + (edge.to(tl.int64) * H + head) * E + e, behind, mask=e < E)
+        for base in range(0, count, GROUP):
+            place_ = base + n
+            segment = (first + (place_ if REVERSE else count - 1 - place_)).to(tl.int64)
+            valid = place_ < count
+            behind_it = segment - 1 if REVERSE else segment + 1
+            later = tl.load(totals + behind_it * H + head, mask=valid & (place_ > 0), other=0.0)
+            distance = far + tl.cumsum(later, axis=0)
+            far = tl.sum(tl.where(n == GROUP - 1, distance, 0.0), axis=0)
+            x = tl.load(
+                local + ((segment * H + head) * E)[:, None] + e[None, :], mask=valid[:, None] & inside, other=0.0
+            )
+            x = tl.cumsum(x * tl.exp(distance)[:, None], axis=0) + behind[None, :]
+            following = segment + 1 if REVERSE else segment - 1
+            tl.store(
+                beyond + ((following * H + head) * E)[:, None] + e[None, :],
+                x,
+                mask=(place_ + 1 < count)[:, None] & inside,
+            )
+            behind = tl.sum(tl.where(n[:, None] == GROUP - 1, x, 0.0), axis=0)
+            tl.store(far_offset + segment * H + head, distance, mask=valid & (tile == 0))
+    else:
+        tl.store(final + (group.to(tl.int64) * H + head) * E + e, carry, mask=e < E)
+
+
+@triton.jit
+def answer(x, y, u, r, state, reading, weights, place_, GATE: tl.constexpr, PRECISION: tl.constexpr):
+    """[C, Y] for reading tokens u from a state and from written tokens x, y; weights: reading tokens along the rows.
+
+    For the decay's gradient also what each reading token has from the state, times r, and its pairs with other tokens
+    of the tile, summed over written and over reading tokens.
+    """
+    far = tl.zeros([u.shape[0]], tl.float32)
+    ending = tl.zeros([u.shape[0]], tl.float32)
+    starting = tl.zeros([u.shape[0]], tl.float32)
+    scores = tl.dot(u, tl.trans(x), input_precision=PRECISION) * weights
+    if GATE:
+        pairs = tl.dot(r, tl.trans(y), input_precision=PRECISION) * scores
+        pairs = tl.where(place_[:, None] == place_[None, :], 0.0, pairs)
+        ending = tl.sum(pairs, axis=1)
+        starting = tl.sum(pairs, axis=0)
+    out = tl.dot(u, state.to(x.dtype), input_precision=PRECISION) * reading[:, None]
+    if GATE:
+        far = tl.sum(out * r.to(tl.float32), axis=1)
+    out = tl.dot(scores.to(x.dtype), y, acc=out, input_precision=PRECISION)
+    return out, far, ending, starting
+
+
+@triton.jit
+def neighbour_pass(
+    x, y, u, r, out, gates, rate, far_gate, beyond, near_offset, far_offset, x_t, y_t, u_t, r_t, gates_t,
+    x_state, y_state, segment, head, first, start, stop, high, window, per_block, chunk, chunks, scale, x0, y0, H, X, Y,
+    C: tl.constexpr, X_TILE: tl.constexpr, Y_TILE: tl.constexpr, L_TILE: tl.constexpr, REVERSE: tl.constexpr,
+    PER_TOKEN: tl.constexpr, GATE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Writes what a segment's tokens see in the neighbouring block, summed against the direction of the sweep."""
+    EXACT: tl.constexpr = PRECISION == "ieee"
+    n = tl.arange(0, C)
+    column = y0 + tl.arange(0, Y_TILE)
+    other = segment + per_block if REVERSE else segment - per_block
+    shift = window if REVERSE else -window
+    other_stop = tl.minimum(start + shift + window, high)
+    summed = tl.zeros([X_TILE, Y_TILE], tl.float32)
+    written_offset = 0.0
+    reading_base = 0.0
+    if per_block > 1:
+        there = other.to(tl.int64) * H + head
+        beyond_at, inside = state_tile(beyond + there * X * Y, x0, y0, X, Y, x_state, y_state, X_TILE, Y_TILE)
+        summed = tl.load(beyond_at, mask=inside, other=0.0)
+        written_offset = tl.load(far_offset + there)
+        reading_base = tl.load(near_offset + segment.to(tl.int64) * H + head)
+    count = tl.minimum(chunks, tl.cdiv(window, chunk) - first)
+    chunk_index = tl.arange(0, L_TILE)
+    chunk_totals = tl.zeros([L_TILE], tl.float32)
+    if PER_TOKEN:
+        token = start + (first + chunk_index)[:, None] * chunk + n[None, :]
+        counted = (chunk_index < count)[:, None] & (n < chunk)[None, :] & (token < stop)
+        chunk_totals = tl.sum(tl.load(gates + token * gates_t, mask=counted, other=0.0).to(tl.float32), axis=1)
+    for step in range(0, count):
+        m = step if REVERSE else count - 1 - step
+        begin = start + (first + m) * chunk
+        end = tl.minimum(begin + chunk, stop)
+        there_begin = begin + shift
+        there_end = tl.minimum(there_begin + chunk, other_stop)
+        since, rest, _ = decays(gates, gates_t, rate, begin, end, C, PER_TOKEN, EXACT)
+        since_there, rest_there, total = decays(gates, gates_t, rate, there_begin, there_end, C, PER_TOKEN, EXACT)
+        if PER_TOKEN:
+            passed = chunk_index > m if REVERSE else chunk_index < m
+            reading_offset = reading_base + tl.sum(tl.where(passed, chunk_totals, 0.0), axis=0)
+        else:
+            before = ((first + m) * chunk).to(tl.float32) * rate
+            after = tl.maximum(window - (first + m + 1) * chunk, 0).to(tl.float32) * rate
+            reading_offset = after if REVERSE else before
+            written_offset = before if REVERSE else after
+        place_ = m * chunk + n
+        if REVERSE:
+            reading = tl.exp(reading_offset + rest)
+            writing = tl.exp(written_offset + since_there) * scale
+            seen = place_[:, None] > place_[None, :]
+        else:
+            reading = tl.exp(reading_offset + since) * scale
+            writing = tl.exp(written_offset + rest_there)
+            seen = place_[:, None] < place_[None, :]
+        written_offset += total
+        x_tile = rows(x, x_t, there_begin, there_end, x0, X, C, X_TILE)
+        y_tile = rows(y, y_t, there_begin, there_end, y0, Y, C, Y_TILE)
+        u_tile = rows(u, u_t, begin, end, x0, X, C, X_TILE)
+        r_tile = rows(r, r_t, begin, end, y0, Y, C, Y_TILE) if GATE else y_tile
+        weights = tl.where(seen, reading[:, None] * writing[None, :], 0.0)
+        answers, far, ending, _ = answer(
+            x_tile, y_tile, u_tile, r_tile, summed, reading, weights, place_, GATE, PRECISION
+        )
+        mine = n < end - begin
+        out_at = out + begin * H * Y + (n[:, None] * (H * Y) + column[None, :])
+        tl.store(out_at, answers.to(out.dtype.element_ty), mask=mine[:, None] & (column < Y)[None, :])
+        if GATE:
+            tl.store(far_gate + begin * H + n * H, far + ending, mask=mine)
+        y_tile = (y_tile * writing[:, None]).to(y_tile.dtype)
+        summed = tl.dot(tl.trans(x_tile), y_tile, acc=summed, input_precision=PRECISION)
+
+
+@triton.jit
+def segment_pass(
+    x, y, u, r, out, gates, near_gate, far_gate, chunk_states, starts, ends, beyond, near_offset, far_offset,
+    cu_seqlens, segment_ends,
+    x_b, x_t, x_h, y_b, y_t, y_h, u_b, u_t, u_h, r_b, r_t, r_h, gates_b, gates_t, gates_h, x_state, y_state,
+    tokens, sequences, per_sequence, window, per_block, chunk, chunks, scale, places, program, H, X, Y,
+    C: tl.constexpr, X_TILE: tl.constexpr, Y_TILE: tl.constexpr, N_TILE: tl.constexpr, L_TILE: tl.constexpr,
+    WINDOW: tl.constexpr, REVERSE: tl.constexpr, PER_TOKEN: tl.constexpr, GATE: tl.constexpr,
+    HAS_START: tl.constexpr, STORE_END: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One segment's outputs, one tile of the state; names as at the head of this file, r = query or key under GATE.
+
+    Outputs are contiguous [parts, B, T, H, Y], one part for each tile of X; the gates [parts, B, T, H], one for each
+    tile. `places` = B * T * H. HAS_START: `starts` holds the states of all segments (of all sequences, if each has one
+    segment only; then STORE_END writes the last states to `ends`).
+    GATE, forwards: writes the states before all chunks and, for the decay, pairs ending in or inside the chunk;
+    backwards: reads them, pairs starting in and around the chunk.
+    """
+    EXACT: tl.constexpr = PRECISION == "ieee"
+    x_tiles, y_tiles = tl.cdiv(X, X_TILE), tl.cdiv(Y, Y_TILE)
+    tile = program % (x_tiles * y_tiles)
+    head = (program // (x_tiles * y_tiles)) % H
+    segment = program // (x_tiles * y_tiles * H)
+    part = tile // y_tiles
+    x0, y0 = part * X_TILE, (tile % y_tiles) * Y_TILE
+    sequence, row, index, low, high = place(segment, cu_seqlens, segment_ends, tokens, sequences, per_sequence, N_TILE)
+    if sequence < sequences:
+        block, inner, start, stop = cut(index, low, high, window, per_block, WINDOW)
+        head_ = head.to(tl.int64)
+        x += row * x_b + head_ * x_h
+        y += row * y_b + head_ * y_h
+        u += row * u_b + head_ * u_h
+        r += row * r_b + head_ * r_h
+        gates += row * gates_b + head_ * gates_h
+        rate = 0.0 if PER_TOKEN else tl.load(gates).to(tl.float32)
+        out += (part.to(tl.int64) * places + row * tokens * H + head) * Y
+        near_gate += tile.to(tl.int64) * places + row * tokens * H + head
+        far_gate += tile.to(tl.int64) * places + row * tokens * H + head
+        at = segment.to(tl.int64) * H + head
+        n = tl.arange(0, C)
+        column = y0 + tl.arange(0, Y_TILE)
+        first = inner * chunks
+        joined = False
+        if WINDOW:
+            joined = (stop < high) if REVERSE else (block > 0)
+            if joined:
+                neighbour_pass(
+                    x, y, u, r, out, gates, rate, far_gate, beyond, near_offset, far_offset, x_t, y_t, u_t, r_t,
+                    gates_t, x_state, y_state, segment, head, first, start, stop, high, window, per_block, chunk,
+                    chunks, scale, x0, y0, H, X, Y, C, X_TILE, Y_TILE, L_TILE, REVERSE, PER_TOKEN, GATE, PRECISION,
+                )  # fmt: skip
+                tl.debug_barrier()  # below is read what other threads wrote
+        start_at, within = state_tile(starts + at * X * Y, x0, y0, X, Y, x_state, y_state, X_TILE, Y_TILE)
+        state = tl.load(start_at, mask=within, other=0.0) if HAS_START else tl.zeros([X_TILE, Y_TILE], tl.float32)
+        count = tl.minimum(chunks, tl.cdiv(stop - start, chunk).to(tl.int32) - first)
+        for step in range(0, count):
+            m = count - 1 - step if REVERSE else step
+            begin = start + (first + m) * chunk
+            end = tl.minimum(begin + chunk, stop)
+            since, rest, total = decays(gates, gates_t, rate, begin, end, C, PER_TOKEN, EXACT)
+            if REVERSE:
+                reading = tl.exp(rest)
+                writing = tl.exp(since) * scale
+            else:
+                reading = tl.exp(since) * scale
+                writing = tl.exp(rest)
+            x_tile = rows(x, x_t, begin, end, x0, X, C, X_TILE)
+            y_tile = rows(y, y_t, begin, end, y0, Y, C, Y_TILE)
+            u_tile = rows(u, u_t, begin, end, x0, X, C, X_TILE)
+            r_tile = rows(r, r_t, begin, end, y0, Y, C, Y_TILE) if GATE else y_tile
+            place_ = m * chunk + n
+            weights = pair_decays(since, rate, place_, PER_TOKEN, REVERSE) * scale
+            around = 0.0
+            if GATE:
+                chunk_at = ((segment.to(tl.int64) * chunks + m) * H + head) * X * Y
+                kept_at, kept = state_tile(chunk_states + chunk_at, x0, y0, X, Y, Y, 1, X_TILE, Y_TILE)
+                if REVERSE:
+                    before = tl.load(kept_at, mask=kept, other=0.0).to(tl.float32)
+                    around = tl.sum(tl.sum(before * state, axis=1), axis=0) * tl.exp(total)
+                else:
+                    tl.store(kept_at, state.to(chunk_states.dtype.element_ty), mask=kept)
+            answers, far, ending, starting = answer(
+                x_tile, y_tile, u_tile, r_tile, state, reading, weights, place_, GATE, PRECISION
+            )
+            mine = n < end - begin
+            out_at = out + begin * H * Y + (n[:, None] * (H * Y) + column[None, :])
+            real = mine[:, None] & (column < Y)[None, :]
+            if WINDOW:
+                answers += tl.load(out_at, mask=real & joined, other=0.0).to(tl.float32)
+            tl.store(out_at, answers.to(out.dtype.element_ty), mask=real)
+            if GATE:
+                if REVERSE:
+                    gate = sum_before(far, place_) + around
+                else:
+                    gate = tl.cumsum(far + ending - starting, axis=0, reverse=True)
+                tl.store(near_gate + begin * H + n * H, gate, mask=mine)
+            y_tile = (y_tile * writing[:, None]).to(y_tile.dtype)
+            state = tl.dot(tl.trans(x_tile), y_tile, acc=state * tl.exp(total), input_precision=PRECISION)
+        if STORE_END:
+            end_at, whole = state_tile(ends + at * X * Y, x0, y0, X, Y, x_state, y_state, X_TILE, Y_TILE)
+            tl.store(end_at, state, mask=whole)
+
+
+@triton.jit(do_not_specialize=[*PLAIN, "places"])
+def sweep(
+    x, y, u, r, out, gates, near_gate, far_gate, chunk_states, starts, ends, beyond, near_offset, far_offset,
+    cu_seqlens, segment_ends,
+    x_b, x_t, x_h, y_b, y_t, y_h, u_b, u_t, u_h, r_b, r_t, r_h, gates_b, gates_t, gates_h, x_state, y_state,
+    tokens, sequences, per_sequence, window, per_block, chunk, chunks, scale, places, H, X, Y,
+    C: tl.constexpr, X_TILE: tl.constexpr, Y_TILE: tl.constexpr, N_TILE: tl.constexpr, L_TILE: tl.constexpr,
+    WINDOW: tl.constexpr, REVERSE: tl.constexpr, PER_TOKEN: tl.constexpr, GATE: tl.constexpr,
+    HAS_START: tl.constexpr, STORE_END: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out, or d query, or one of d key and d value alone."""
+    segment_pass(
+        x, y, u, r, out, gates, near_gate, far_gate, chunk_states, starts, ends, beyond, near_offset, far_offset,
+        cu_seqlens, segment_ends, x_b, x_t, x_h, y_b, y_t, y_h, u_b, u_t, u_h, r_b, r_t, r_h, gates_b, gates_t,
+        gates_h, x_state, y_state, tokens, sequences, per_sequence, window, per_block, chunk, chunks, scale, places,
+        tl.program_id(0), H, X, Y, C, X_TILE, Y_TILE, N_TILE, L_TILE, WINDOW, REVERSE, PER_TOKEN, GATE, HAS_START,
+        STORE_END, PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=[*PLAIN, "places"])
+def sweep_key_value(
+    query, d_out, key, value, d_key, d_value, gates, near_gate, far_gate, chunk_states, starts, ends, beyond,
+    near_offset, far_offset, cu_seqlens, segment_ends,
+    query_b, query_t, query_h, d_out_b, d_out_t, d_out_h, key_b, key_t, key_h, value_b, value_t, value_h,
+    gates_b, gates_t, gates_h, tokens, sequences, per_sequence, window, per_block, chunk, chunks, scale, places,
+    H, K, V, C: tl.constexpr, K_TILE: tl.constexpr, V_TILE: tl.constexpr, N_TILE: tl.constexpr, L_TILE: tl.constexpr,
+    WINDOW: tl.constexpr, PER_TOKEN: tl.constexpr, GATE: tl.constexpr, HAS_START: tl.constexpr,
+    STORE_END: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """d value by even and d key by odd programs: neighbours read the same operands, the second from the L2 cache."""
+    if tl.program_id(0) % 2 == 0:
+        segment_pass(
+            query, d_out, key, value, d_value, gates, near_gate, far_gate, chunk_states, starts, ends, beyond,
+            near_offset, far_offset, cu_seqlens, segment_ends, query_b, query_t, query_h, d_out_b, d_out_t, d_out_h,
+            key_b, key_t, key_h, value_b, value_t, value_h, gates_b, gates_t, gates_h, V, 1, tokens, sequences,
+            per_sequence, window, per_block, chunk, chunks, scale, places, tl.program_id(0) // 2, H, K, V,
+            C, K_TILE, V_TILE, N_TILE, L_TILE, WINDOW, True, PER_TOKEN, False, HAS_START, STORE_END, PRECISION,
+        )  # fmt: skip
+    else:
+        segment_pass(
+            d_out, query, value, key, d_key, gates, near_gate, far_gate, chunk_states, starts, ends, beyond,
+            near_offset, far_offset, cu_seqlens, segment_ends, d_out_b, d_out_t, d_out_h, query_b, query_t, query_h,
+            value_b, value_t, value_h, key_b, key_t, key_h, gates_b, gates_t, gates_h, 1, V, tokens, sequences,
+            per_sequence, window, per_block, chunk, chunks, scale, places, tl.program_id(0) // 2, H, V, K,
+            C, V_TILE, K_TILE, N_TILE, L_TILE, WINDOW, True, PER_TOKEN, GATE, HAS_START, False, PRECISION,
+        )  # fmt: skip

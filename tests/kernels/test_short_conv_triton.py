@@ -1,0 +1,218 @@
+"""short_conv's Triton kernels against the float64 loop: in Triton's interpreter without a GPU, compiled with one."""
+
+import itertools
+
+import pytest
+import torch
+
+from kernels.short_conv import short_conv
+
+pytest.importorskip("triton")
+from kernels.short_conv import triton_form
+from kernels.short_conv.triton_form import configs, short_conv_triton
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs CUDA")]
+LIMITS = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (5e-3, 1e-2), torch.float16: (2e-3, 2e-3)}
+PACKED = [0, 2, 35, 36, 61]
+
+
+def relative(value, reference):
+    """RMS error over the reference's RMS; absolute where the reference is zero."""
+    if reference.numel() == 0:
+        return 0.0 if value.shape == reference.shape else float("inf")
+    error = (value.detach().cpu().double() - reference).pow(2).mean().sqrt().item()
+    return error / (reference.pow(2).mean().sqrt().item() or 1.0)
+
+
+def operands(batch, tokens, channels, width, *, bias=True, initial=0, dtype=torch.float32):
+    """Operands whose values `dtype` represents exactly, on the CPU in float64; initial = number of sequences."""
+    torch.manual_seed(0)
+    result = {"x": torch.randn(batch, tokens, channels), "weight": torch.randn(channels, width)}
+    if bias:
+        result["bias"] = torch.randn(channels)
+    if initial:
+        result["initial"] = torch.randn(initial, width - 1, channels)
+    return {name: x.to(dtype).double() for name, x in result.items()}
+
+
+def compare(tensors, dtype=torch.float32, **options):
+    results, cut = [], options.pop("cu_seqlens", None)
+    for impl in ("naive", "triton"):
+        kind = {"dtype": torch.float64} if impl == "naive" else {"dtype": dtype, "device": DEVICE}
+        leaves = {n: x.to(**kind).clone().requires_grad_() for n, x in tensors.items()}
+        bounds = None if cut is None else torch.tensor(cut, device="cpu" if impl == "naive" else DEVICE)
+        result = short_conv(**leaves, impl=impl, cu_seqlens=bounds, **options)
+        torch.manual_seed(1)
+        sum((y.cpu().double() * torch.randn(y.shape).double()).sum() for y in result).backward()
+        results.append({"out": result.out, "tail": result.tail} | {f"d {n}": x.grad for n, x in leaves.items()})
+    for name, reference in results[0].items():
+        error = relative(results[1][name], reference.detach())
+        assert error <= LIMITS[dtype][name.startswith("d ")], (name, error)
+    assert results[1]["out"].dtype == results[1]["tail"].dtype == dtype
+
+
+@pytest.mark.parametrize("activation", ["silu", None])
+@pytest.mark.parametrize(
+    ("batch", "tokens", "channels", "width", "bias", "initial"),
+    [
+        (2, 3, 5, 4, True, 2),
+        (1, 40, 130, 4, False, 0),
+        (1, 19, 6, 1, True, 1),
+        (1, 9, 7, 8, True, 1),
+        (1, 12, 5, 3, True, 0),
+    ],
+)
+def test_outputs_and_gradients(activation, batch, tokens, channels, width, bias, initial):
+    compare(operands(batch, tokens, channels, width, bias=bias, initial=initial), activation=activation)
+
+
+@pytest.mark.parametrize("repeat", [1, 3])
+@pytest.mark.parametrize(("width", "initial"), [(4, 4), (3, 0)])
+def test_no_tap_reaches_over_a_boundary(width, initial, repeat, monkeypatch):
+    monkeypatch.setattr(triton_form, "REPEAT", repeat)
+    monkeypatch.setattr(triton_form, "FEW", 0)
+    compare(operands(1, 61, 5, width, initial=initial), activation="silu", cu_seqlens=PACKED)
+
+
+@pytest.mark.parametrize("impl", ["naive", "torch", "triton"])
+@pytest.mark.parametrize("initial", [0, 4])
+def test_packed_sequences_are_the_sequences_alone(impl, initial):
+    tensors = {n: x.float().to(DEVICE) for n, x in operands(1, 61, 5, 4, initial=initial).items()}
+    packed = short_conv(**tensors, activation="silu", impl=impl, cu_seqlens=torch.tensor(PACKED, device=DEVICE))
+    for n, (start, end) in enumerate(itertools.pairwise(PACKED)):
+        piece = tensors | {"x": tensors["x"][:, start:end]}
+        if initial:
+            piece["initial"] = tensors["initial"][n : n + 1]
+        alone = short_conv(**piece, activation="silu", impl=impl)
+        assert (packed.out[:, start:end] - alone.out).abs().max() <= 1e-6
+        assert torch.equal(packed.tail[n : n + 1], alone.tail)
+
+
+def test_split_sequence_is_the_whole():
+    tensors = {n: x.float().to(DEVICE) for n, x in operands(2, 23, 5, 4, initial=2).items()}
+    whole = short_conv(**tensors, activation="silu", impl="triton")
+    tail, outs = tensors["initial"], []
+    for start, end in itertools.pairwise((0, 1, 3, 10, 23)):
+        piece = tensors | {"x": tensors["x"][:, start:end], "initial": tail}
+        out, tail = short_conv(**piece, activation="silu", impl="triton")
+        outs.append(out)
+    assert (torch.cat(outs, 1) - whole.out).abs().max() <= 1e-6
+    assert torch.equal(tail, whole.tail)
+
+
+def test_causal_and_reach():
+    tensors = {n: x.float().to(DEVICE) for n, x in operands(2, 23, 5, 4).items()}
+    before = short_conv(**tensors, impl="triton").out
+    tensors["x"][:, 8] += 1
+    changed = (short_conv(**tensors, impl="triton").out != before).any(-1).any(0)
+    assert changed.nonzero().flatten().tolist() == [8, 9, 10, 11]
+
+
+def test_strided_operands_and_expanded_cotangent():
+    tensors, results = operands(2, 21, 5, 4), []
+    for impl in ("naive", "triton"):
+        kind = {"dtype": torch.float64} if impl == "naive" else {"dtype": torch.float32, "device": DEVICE}
+        leaves = {n: x.to(**kind).clone().requires_grad_() for n, x in tensors.items()}
+        call = leaves | {"x": leaves["x"].transpose(0, 2).contiguous().transpose(0, 2)}
+        call["weight"] = leaves["weight"].T.contiguous().T
+        out = short_conv(**call, activation="silu", impl=impl).out
+        out.backward(torch.ones((), **kind).expand_as(out))
+        results.append({"out": out} | {n: x.grad for n, x in leaves.items()})
+    for name, reference in results[0].items():
+        assert relative(results[1][name], reference.detach()) <= 1e-5, name
+
+
+def test_only_the_needed_gradients():
+    tensors = {n: x.float().to(DEVICE) for n, x in operands(1, 21, 5, 4, initial=1).items()}
+    everything = {n: x.clone().requires_grad_() for n, x in tensors.items()}
+    short_conv(**everything, activation="silu", impl="triton").out.square().sum().backward()
+    for wanted in tensors:
+        leaves = {n: x.clone().requires_grad_(n == wanted) for n, x in tensors.items()}
+        short_conv(**leaves, activation="silu", impl="triton").out.square().sum().backward()
+        for name, x in leaves.items():
+            assert (x.grad is not None) == (name == wanted)
+        assert torch.equal(leaves[wanted].grad, everything[wanted].grad)
+
+
+def test_compiled_whole_and_under_autocast():
+    tensors = {n: x.float().to(DEVICE).requires_grad_() for n, x in operands(1, 21, 5, 4, initial=1).items()}
+
+    def call(x):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
+            return short_conv(**x, activation="silu", impl="triton").out.float().square().sum()
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=False)
+    ours = torch.autograd.grad(compiled(tensors), list(tensors.values()))
+    eager = torch.autograd.grad(call(tensors), list(tensors.values()))
+    exact = {n: x.detach().cpu().double().requires_grad_() for n, x in tensors.items()}
+    loss = short_conv(**exact, activation="silu", impl="naive").out.square().sum()
+    expected = torch.autograd.grad(loss, list(exact.values()))
+    assert all(torch.equal(x, y) for x, y in zip(ours, eager, strict=True))
+    assert all(relative(x, y) <= 1e-5 for x, y in zip(ours, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda x: x | {"x": x["x"].double()}, "x is torch.float64 with impl 'triton'"),
+        (lambda x: x | {"cu_seqlens": torch.tensor([0, 5, 8])}, "cu_seqlens is"),
+        (lambda x: x | {"cu_seqlens": torch.tensor([0, 4, 9])}, r"initial has shape .*N, W-1, C"),
+        (lambda x: {n: torch.cat([y, y]) if n in ("x", "initial") else y for n, y in x.items()}
+         | {"cu_seqlens": torch.tensor([0, 4, 9])}, "B is 2"),
+    ],
+)  # fmt: skip
+def test_bad_operands_are_refused(change, words):
+    tensors = {n: x.float() for n, x in operands(1, 9, 5, 4, initial=1).items()}
+    with pytest.raises(ValueError, match=rf"^short_conv: .*{words}"):
+        short_conv(**change(tensors), impl="triton")
+
+
+def test_cpu_tensors_are_refused_outside_the_interpreter(monkeypatch):
+    monkeypatch.setattr(triton_form, "INTERPRETED", False)
+    tensors = {n: x.float() for n, x in operands(1, 9, 5, 4).items()}
+    with pytest.raises(ValueError, match=r"^short_conv: x is on cpu with impl 'triton'; expected a CUDA device"):
+        short_conv(**tensors, impl="triton")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+class TestOnGPU:
+    pytestmark = gpu
+
+    @pytest.mark.parametrize("width", range(1, 9))
+    @pytest.mark.parametrize("tokens", [1, 7, 64, 65, 500, 5000])
+    @pytest.mark.parametrize("activation", ["silu", None])
+    def test_sizes(self, width, tokens, activation, dtype):
+        compare(operands(2, tokens, 200, width, initial=2, dtype=dtype), dtype, activation=activation)
+
+    @pytest.mark.parametrize("index", range(len(configs())))
+    @pytest.mark.parametrize("width", [3, 4, 8])
+    def test_every_configuration(self, index, width, dtype):
+        tensors = {n: x.to(DEVICE, dtype) for n, x in operands(2, 4500, 300, width, dtype=dtype).items()}
+        leaves = [x.requires_grad_() for x in tensors.values()]
+        results = []
+        for config in (configs()[index], None):
+            out = short_conv_triton(*leaves, "silu", None, None, config)
+            gradients = torch.autograd.grad(out.float().square().sum(), leaves)
+            results.append([out, *gradients])
+        exact = [x.detach().double().cpu().requires_grad_() for x in leaves]
+        law = short_conv(x=exact[0], weight=exact[1], bias=exact[2], activation="silu")
+        expected = [law.out, *torch.autograd.grad(law.out.square().sum(), exact)]
+        for n, (ours, default, reference) in enumerate(zip(*results, expected, strict=True)):
+            limit = LIMITS[dtype][n > 0]
+            assert relative(ours, reference.detach()) <= limit
+            assert relative(default, reference.detach()) <= limit
+
+    @pytest.mark.parametrize("initial", [0, 6])
+    def test_packed(self, initial, dtype):
+        bounds = [0, 1, 3, 700, 701, 5000, 6001]
+        compare(operands(1, 6001, 70, 4, initial=initial, dtype=dtype), dtype, activation="silu", cu_seqlens=bounds)
+
+    def test_runs_are_equal_bit_for_bit(self, dtype):
+        leaves = [x.to(DEVICE, dtype).requires_grad_() for x in operands(2, 9000, 300, 4, dtype=dtype).values()]
+        runs = []
+        for _ in range(2):
+            out = short_conv_triton(*leaves, "silu", None)
+            runs.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
+        assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True))
