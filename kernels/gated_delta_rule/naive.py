@@ -2,8 +2,11 @@
 
     S_t = exp(g_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T        o_t = scale * S_t^T q_t
 
-With a window, S_t is made again for every t from its last `window` tokens only.
+With a window, S_t is made again for every t from its last `window` tokens only. Packed sequences are taken one by one.
 """
+
+from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +20,12 @@ def step(state: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Ten
     state = log_decay.exp()[..., None, None] * state
     read = (key[..., None, :] @ state).squeeze(-2)
     return state + key[..., :, None] * (beta[..., None] * (value - read))[..., None, :]
+
+
+def sequences(bounds: list[int]) -> Iterator[tuple[slice, slice]]:
+    """Of every packed sequence its row of the states and its tokens."""
+    for number, (start, end) in enumerate(pairwise(bounds)):
+        yield slice(number, number + 1), slice(start, end)
 
 
 def delayed(x: Tensor, age: int) -> Tensor:
@@ -33,7 +42,23 @@ def gated_delta_rule_naive(
     initial_state: Tensor | None,
     window: int | None,
     scale: float,
+    bounds: list[int] | None = None,
 ) -> RecurrentOutput:
+    if bounds is not None:
+        parts = [
+            gated_delta_rule_naive(
+                query[:, t],
+                key[:, t],
+                value[:, t],
+                log_decay[:, t],
+                beta[:, t],
+                None if initial_state is None else initial_state[n],
+                window,
+                scale,
+            )
+            for n, t in sequences(bounds)
+        ]
+        return RecurrentOutput(torch.cat([x.out for x in parts], 1), torch.cat([x.state for x in parts]))
     work = working_dtype(query, key, value, log_decay, beta, initial_state)
     dtype, tokens = value.dtype, query.shape[1]
     query, *token = (x.double() for x in (query, key, value, log_decay, beta))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kernels import blocks
+from kernels.gated_delta_rule.naive import sequences
 from kernels.operands import RecurrentOutput, working_dtype
 
 
@@ -83,7 +84,24 @@ def gated_delta_rule_torch(
     window: int | None,
     scale: float,
     chunk_size: int,
+    bounds: list[int] | None = None,
 ) -> RecurrentOutput:
+    if bounds is not None:
+        parts = [
+            gated_delta_rule_torch(
+                query[:, t],
+                key[:, t],
+                value[:, t],
+                log_decay[:, t],
+                beta[:, t],
+                None if initial_state is None else initial_state[n],
+                window,
+                scale,
+                chunk_size,
+            )
+            for n, t in sequences(bounds)
+        ]
+        return RecurrentOutput(torch.cat([x.out for x in parts], 1), torch.cat([x.state for x in parts]))
     work = working_dtype(query, key, value, log_decay, beta, initial_state)
     dtype, tokens = value.dtype, query.shape[1]
     window = None if window is None or window >= tokens else window

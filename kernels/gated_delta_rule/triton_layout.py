@@ -1,0 +1,189 @@
+"""How the Triton form lays out time: chunks, segments of chunks, sequences, window blocks; and the sizes of its tiles.
+
+Chunks of C tokens are counted from the start of each sequence and never aligned to a window: a chunk may hold the end
+of one window block and the start of the next, and masks keep them apart. So no window pads anything. A segment is a run
+of chunks that one program walks through; segments are what makes few heads fill a GPU.
+"""
+
+import functools
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+MAX_DIM = 256
+PRECISIONS = ("ieee", "tf32x3", "tf32", "bf16x3")
+
+
+class Tiles(NamedTuple):
+    """Sizes of tiles, warps and pipeline stages of every kernel; integers only, so that an operator can take them."""
+
+    chunk: int = 64
+    columns: int = 64  # columns of the state one program holds
+    tile: int = 64  # keys and values in one product of the factors and of a window's tail
+    precision: int = 0  # index in PRECISIONS of float32 products of operands
+    solve_precision: int = 0  # of the products that join inverses and segment maps
+    solve_warps: int = 4
+    scan_warps: int = 4
+    scan_stages: int = 2
+    link_warps: int = 8
+    reverse_warps: int = 4
+    reverse_stages: int = 2
+    gradient_columns: int = 64
+    gradient_keys: int = 64
+    gradient_warps: int = 4
+    gradient_stages: int = 1
+    tail_warps: int = 4
+    linked_key: int = 128  # one segment a sequence above this K: a segment's map [K, K] no longer fits a program
+    segment: int = 0  # chunks in a segment, 0: chosen by `segment_chunks`
+
+
+def tiles(dtype: torch.dtype, key_width: int, value_width: int, windowed: bool = False, chunk_size: int = 64) -> Tiles:
+    """The configuration for these operands. Products of float32 are exact to float32; 16-bit ones join in bf16x3."""
+    if dtype == torch.float32:
+        # products on the scalar units keep whole rows of both operands: small tiles, or they spill
+        return Tiles(
+            chunk=min(chunk_size, 32 if key_width <= 64 else 16),
+            columns=16,
+            tile=16,
+            scan_warps=8,
+            scan_stages=1,
+            reverse_warps=8,
+            reverse_stages=1,
+            gradient_columns=16,
+            gradient_keys=16,
+            tail_warps=8,
+            linked_key=64,
+        )
+    wide = key_width > 128
+    return Tiles(
+        chunk=chunk_size,
+        columns=min(16 if wide else 32 if key_width > 64 or windowed else 64, power_of_two(value_width)),
+        solve_precision=3,
+        solve_warps=2,
+        scan_warps=8 if wide else 4,
+        reverse_warps=8 if wide else 4,
+        gradient_columns=32,
+        gradient_keys=32,
+        gradient_warps=8,
+        tail_warps=8 if key_width > 64 else 4,
+    )
+
+
+def candidates(dtype: torch.dtype, key_width: int, value_width: int, windowed: bool = False) -> list[Tiles]:
+    """Configurations worth timing, the one in use first; a test runs each of them."""
+    used = tiles(dtype, key_width, value_width, windowed)
+    if dtype == torch.float32:
+        changes: list[dict[str, int]] = [{}, {"chunk": 16}, {"gradient_warps": 8, "solve_warps": 8}]
+    else:
+        changes = [
+            {},
+            {"columns": 16},
+            {"columns": 32},
+            {"columns": 64},
+            {"scan_warps": 8, "reverse_warps": 8},
+            {"scan_stages": 1, "reverse_stages": 1, "gradient_stages": 2},
+            {"scan_stages": 3, "reverse_stages": 3, "tail_warps": 8},
+            {"gradient_warps": 4, "solve_warps": 4},
+            {"gradient_columns": 64, "gradient_keys": 64, "solve_warps": 8, "link_warps": 4},
+            {"chunk": 32},
+            {"solve_precision": 1},
+        ]
+    found = [used._replace(**change) for change in changes]
+    return list(dict.fromkeys(found))
+
+
+def power_of_two(n: int) -> int:
+    """The next power of two, at least 16, the smallest side of a matrix product."""
+    return max(16, 1 << (n - 1).bit_length())
+
+
+def ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+# Programs of the output scan that an H200 holds at once: 132 multiprocessors, two each.
+PROGRAMS = 264
+
+
+def segment_chunks(chunks: int, longest: int, heads: int, key_width: int, value_width: int, sizes: Tiles) -> int:
+    """Chunks in a segment: enough segments to fill the device, none shorter than 8 chunks."""
+    if key_width > sizes.linked_key:
+        return longest
+    if sizes.segment:
+        return min(sizes.segment, longest)
+    segments = max(1, PROGRAMS // (heads * ceil(value_width, sizes.columns)))
+    return min(max(8, ceil(chunks, segments)), longest)
+
+
+class Layout(NamedTuple):
+    """Tables on the device; every row is four int32."""
+
+    chunks: Tensor  # [chunks, 4] batch row, first token, start and end of its sequence
+    segments: Tensor  # [segments, 4] first chunk, end chunk, sequence, 1 if a window block begins inside
+    sequences: Tensor  # [sequences, 4] first segment, end segment, first chunk, end chunk
+    blocks: Tensor  # [blocks, 4] first and end of the chunks that start in a window block, its number, its sequence
+    sequence_of: Tensor  # [chunks] the sequence of every chunk
+    linked: bool  # some sequence has more than one segment
+
+
+def spans(batch: int, tokens: int, bounds: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """(batch row, start, end) of every sequence."""
+    if bounds:
+        return [(0, a, b) for a, b in pairwise(bounds)]
+    return [(row, 0, tokens) for row in range(batch)]
+
+
+def counts(batch: int, tokens: int, bounds: list[int], segment_of: tuple[int, int, int, Tiles]) -> tuple[int, int, int]:
+    """Chunks, segments, and chunks in a segment, without making tables (shapes of buffers)."""
+    heads, key_width, value_width, sizes = segment_of
+    if bounds:
+        per = [ceil(b - a, sizes.chunk) for a, b in pairwise(bounds)]
+        each = segment_chunks(sum(per), max(per), heads, key_width, value_width, sizes)
+        return sum(per), sum(ceil(n, each) for n in per), each
+    per_row = ceil(tokens, sizes.chunk)
+    each = segment_chunks(per_row * batch, per_row, heads, key_width, value_width, sizes)
+    return per_row * batch, batch * ceil(per_row, each), each
+
+
+@functools.lru_cache(maxsize=32)
+def layout(
+    batch: int, tokens: int, bounds: tuple[int, ...], window: int, chunk: int, each: int, device: torch.device
+) -> Layout:
+    """Tables for sequences cut into chunks, and chunks into segments of `each`; window 0 means none."""
+    chunks, segments, sequences, blocks, numbers = [], [], [], [], []
+    n_chunks = n_segments = 0
+    for number, (row, start, end) in enumerate(spans(batch, tokens, bounds)):
+        own = ceil(end - start, chunk)
+        first = torch.arange(start, end, chunk)
+        chunks.append(torch.stack([torch.full_like(first, x) for x in (row, 0, start, end)], 1))
+        chunks[-1][:, 1] = first
+        numbers.append(torch.full_like(first, number))
+        low = torch.arange(0, own, each)
+        high = (low + each).clamp(max=own)
+        resets = torch.zeros_like(low)
+        if window:
+            before = (low * chunk - 1).clamp(min=0) // window
+            last = ((high * chunk).clamp(max=end - start) - 1) // window
+            resets = (before != last).long()
+        segments.append(torch.stack([low + n_chunks, high + n_chunks, torch.full_like(low, number), resets], 1))
+        sequences.append((n_segments, n_segments + len(low), n_chunks, n_chunks + own))
+        if window > chunk + 1:
+            block = torch.arange(ceil(end - start, window))
+            edges = torch.stack([block * window, (block + 1) * window]).clamp(max=end - start)
+            edges = (edges + chunk - 1) // chunk + n_chunks
+            blocks.append(torch.stack([edges[0], edges[1], block, torch.full_like(block, number)], 1))
+        n_chunks, n_segments = n_chunks + own, n_segments + len(low)
+
+    def table(rows: list[Tensor]) -> Tensor:
+        return torch.cat(rows).to(torch.int32).to(device)
+
+    return Layout(
+        table(chunks),
+        table(segments),
+        torch.tensor(sequences, dtype=torch.int32).to(device),
+        table(blocks) if blocks else torch.zeros(0, 4, dtype=torch.int32, device=device),
+        table(numbers),
+        any(b - a > 1 for a, b, _, _ in sequences),
+    )
