@@ -1,25 +1,19 @@
-"""Times of kernels.attention on a GPU, beside torch's SDPA and FlexAttention on the same operands.
+"""Cases of benchmarks/kernels.py: attention beside torch's SDPA and FlexAttention.
 
-    python benchmarks/kernels_attention.py [--quick] [--tune] [--json FILE]
-
-floor_ms: the visible pairs' multiplications (2 products forward, 5 backward) at the matmul rate measured in this
-process. ratio: peer_ms / ours_ms, above 1 where ours is faster. --tune times every configuration of every kernel.
+The floor counts the visible pairs' multiplications, 2 products forward and 5 backward.
 """
 
-import argparse
-import json
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
+from benchmarks.kernel_timing import Row, matmul_rate, milliseconds, ratio, timed
 from kernels.attention import Band, attention, attention_statistics, triton_form
 from kernels.attention.bands import visible_count
 from kernels.attention.configurations import Tiles, forward_tiles, key_value_tiles, query_tiles
@@ -42,33 +36,9 @@ SHAPES = [
 ]
 
 
-def milliseconds(run: Callable[[], Any], warmup: int = 50, rep: int = 200) -> float:
-    return float(triton.testing.do_bench(run, warmup=warmup, rep=rep, return_mode="median"))
-
-
-def matmul_rate() -> float:
-    """bf16 operations a millisecond."""
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    return 2 * 8192**3 / milliseconds(lambda: a @ b)
-
-
 def operands(b: int, t: int, h: int, g: int, d: int, dtype: torch.dtype) -> list[Tensor]:
     torch.manual_seed(0)
     return [torch.randn(b, t, heads, d, device="cuda", dtype=dtype).requires_grad_() for heads in (h, g, g)]
-
-
-def backward_of(out: Tensor | tuple[Tensor, ...], leaves: list[Tensor]) -> Callable[[], Any]:
-    outs = [out] if isinstance(out, Tensor) else list(out)
-    cotangents = [torch.randn_like(x) for x in outs]
-    return lambda: torch.autograd.grad(outs, leaves, cotangents, retain_graph=True)
-
-
-def timed(run: Callable[[], Any]) -> float | str:
-    """Milliseconds, or what the peer said when it could not."""
-    try:
-        return milliseconds(run)
-    except Exception as error:  # a peer may raise anything; its text is the result
-        return f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
 
 
 def peer_forms(x: list[Tensor], bands: tuple[Band, ...]) -> dict[str, Callable[[], Tensor]]:
@@ -90,95 +60,74 @@ def peer_forms(x: list[Tensor], bands: tuple[Band, ...]) -> dict[str, Callable[[
     return {"sdpa flash": flash, "sdpa cudnn": cudnn}
 
 
-def statistic_rows(x: list[Tensor], base: dict[str, Any], forward_ms: float, floor_ms: float) -> list[dict[str, Any]]:
+def statistic_rows(x: list[Tensor], base: Row, plain: dict[str, float | str], floor: float) -> Iterator[Row]:
     """The same pass with statistics, beside the one without: bar 1.15."""
     q, k, v = x
     t, z = q.shape[1], torch.zeros(q.shape[2], device="cuda")
     span = torch.tensor([[t // 4, t // 4 + 64]], device="cuda")
     half = torch.tensor([[0, t // 2]], device="cuda")
     picked = torch.arange(t - 8, t, device="cuda")
+    statistics = partial(attention_statistics, query=q, key=k, impl="triton")
     forms: dict[str, Callable[[], Any]] = {
-        "lse, entropy, max, mass of 64 keys": lambda: attention_statistics(
-            query=q, key=k, value=v, spans=span, argmax=False, impl="triton"
-        ),
-        "the same and argmax": lambda: attention_statistics(query=q, key=k, value=v, spans=span, impl="triton"),
-        "lse, entropy, max, mass of half the keys": lambda: attention_statistics(
-            query=q, key=k, value=v, spans=half, argmax=False, impl="triton"
-        ),
-        "without value": lambda: attention_statistics(query=q, key=k, spans=span, argmax=False, impl="triton"),
-        "8 rows": lambda: attention_statistics(query=q, key=k, spans=span, rows=picked, impl="triton"),
+        "lse, entropy, max, mass of 64 keys": lambda: statistics(value=v, spans=span, argmax=False),
+        "the same and argmax": lambda: statistics(value=v, spans=span),
+        "lse, entropy, max, mass of half the keys": lambda: statistics(value=v, spans=half, argmax=False),
+        "the same without value": lambda: statistics(spans=span, argmax=False),
+        "8 rows": lambda: statistics(spans=span, rows=picked),
         "learned sinks, no statistics": lambda: attention(query=q, key=k, value=v, sink_logits=z, impl="triton"),
     }
-    rows = []
-    with torch.no_grad():
-        for name, form in forms.items():
-            ours = milliseconds(form)
-            rows.append(
-                base
-                | {"direction": f"forward: {name}", "ours_ms": ours, "peer": "ours, out alone"}
-                | {"peer_ms": forward_ms, "ratio": forward_ms / ours, "floor_ms": floor_ms}
-            )
-    result = attention_statistics(query=q, key=k, value=v, spans=span, argmax=False, impl="triton")
-    assert result.out is not None
-    assert result.mass is not None
-    slow = milliseconds(backward_of((result.out, result.entropy, result.mass), x))
-    rows.append(base | {"direction": "backward of out, entropy, mass", "ours_ms": slow, "floor_ms": 2.5 * floor_ms})
-    return rows
+
+    def row(name: str, direction: str, ours: float | str) -> Row:
+        peer = plain[direction]
+        return base | {"op": f"attention, {name}", "direction": direction, "ours_ms": ours, "peer": "ours, out alone",
+                       "peer_ms": peer, "ratio": ratio(ours, peer), "floor_ms": floor}  # fmt: skip
+
+    for name, form in forms.items():
+        yield row(name, "forward", timed(form, x, "forward"))
+
+    def differentiable() -> tuple[Tensor, ...]:
+        result = statistics(value=v, spans=span, argmax=False)
+        return result.out, result.entropy, result.mass
+
+    yield row("out, entropy, mass", "backward", timed(differentiable, x, "backward"))
 
 
-def rows(quick: bool) -> list[dict[str, Any]]:
+def rows(quick: bool) -> Iterator[Row]:
     """One row per shape, direction and peer."""
-    rate, found = matmul_rate(), []
-    for b, t, h, g, d, bands in SHAPES[:3] + SHAPES[6:7] if quick else SHAPES:
+    for b, t, h, g, d, bands in SHAPES[:3:2] + SHAPES[6:7] if quick else SHAPES:
         x = operands(b, t, h, g, d, torch.bfloat16)
         pairs = b * h * int(visible_count(torch.arange(t), bands).sum())
-        base = {"op": "attention", "shape": f"B{b} T{t} H{h} G{g} D{d} {list(map(tuple, bands))}", "dtype": "bfloat16"}
-        floor = FORWARD_PRODUCTS * 2 * d * pairs / rate
+        base: Row = {"op": "attention", "shape": f"B{b} T{t} H{h} G{g} D{d} {list(map(tuple, bands))}"}
+        floor = 2 * d * pairs / matmul_rate()
+        peers, plain = peer_forms(x, bands), {}
+        for direction, products in (("forward", FORWARD_PRODUCTS), ("backward", BACKWARD_PRODUCTS)):
 
-        def ours(x: list[Tensor] = x, bands: tuple[Band, ...] = bands) -> Tensor:
-            return attention(query=x[0], key=x[1], value=x[2], bands=bands, impl="triton")
+            def form(x: list[Tensor] = x, bands: tuple[Band, ...] = bands) -> Tensor:
+                return attention(query=x[0], key=x[1], value=x[2], bands=bands, impl="triton")
 
-        with torch.no_grad():
-            forward = milliseconds(ours)
-        backward = milliseconds(backward_of(ours(), x))
-        for name, form in peer_forms(x, bands).items():
-            with torch.no_grad():
-                peer_forward = timed(form)
-            try:
-                peer_backward = timed(backward_of(form(), x))
-            except Exception as error:
-                peer_backward = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
-            both = (
-                peer_forward + peer_backward
-                if isinstance(peer_forward, float) and isinstance(peer_backward, float)
-                else "see above"
-            )
-            for direction, mine, peer, least in (
-                ("forward", forward, peer_forward, floor),
-                ("backward", backward, peer_backward, floor * BACKWARD_PRODUCTS / FORWARD_PRODUCTS),
-                ("forward + backward", forward + backward, both, floor * (1 + BACKWARD_PRODUCTS / FORWARD_PRODUCTS)),
-            ):
-                row: dict[str, Any] = base | {"direction": direction, "ours_ms": mine, "peer": name, "peer_ms": peer}
-                ratio = peer / mine if isinstance(peer, float) else None
-                found.append(row | {"ratio": ratio, "floor_ms": least, "tflops": 1e-9 * rate * least / mine})
-        if not bands:
-            found += statistic_rows(x, base, forward, floor)
+            plain[direction] = timed(form, x, direction)
+            for name, peer in peers.items():
+                peer_ms = timed(peer, x, direction)
+                yield base | {
+                    "direction": direction, "ours_ms": plain[direction], "peer": name, "peer_ms": peer_ms,
+                    "ratio": ratio(plain[direction], peer_ms), "floor_ms": floor * products,
+                }  # fmt: skip
+        if not bands and d <= 128 and t <= 16384:
+            yield from statistic_rows(x, base, plain, floor * FORWARD_PRODUCTS)
         del x
-    return found
 
 
-def timed_row(shape: str, kernel: str, tiles: Tiles, run: Callable[[], Any], operations: float) -> dict[str, Any]:
-    ms = timed(run)
-    rate = 1e-9 * operations / ms if isinstance(ms, float) else None
-    row = {"shape": shape, "kernel": kernel, "tiles": str(tuple(tiles)), "ms": ms, "tflops": rate}
-    print(row, flush=True)
-    return row
+def show_tiles(shape: str, kernel: str, tiles: Tiles, run: Callable[[], Any], operations: float) -> None:
+    try:
+        ms = milliseconds(run)
+        print(shape, kernel, tuple(tiles), f"{ms:.3f} ms {1e-9 * operations / ms:.0f} TFLOP/s", flush=True)
+    except Exception as error:  # one configuration that cannot run must not end the table
+        print(shape, kernel, tuple(tiles), f"{type(error).__name__}: {str(error)[:100]}", flush=True)
 
 
-def tune() -> list[dict[str, Any]]:
+def tune() -> None:
     """Every configuration of each kernel; key_value and query kernels alone, with and without statistics."""
-    found = []
-    for b, t, h, g, d, bands in SHAPES[:3] + SHAPES[4:5] + SHAPES[6:7]:
+    for b, t, h, g, d, bands in SHAPES[:3:2] + SHAPES[6:7]:
         q, k, v = (y.detach() for y in operands(b, t, h, g, d, torch.bfloat16))
         flat = [number for band in bands for number in (band.window or 0, band.sinks)]
         product = 2.0 * d * b * h * int(visible_count(torch.arange(t), bands).sum())
@@ -188,7 +137,7 @@ def tune() -> list[dict[str, Any]]:
             name = "forward" + " statistics" * statistics + " argmax" * argmax
             for i, tiles in enumerate(forward_tiles(q.dtype, d)):
                 run = partial(triton_form.attention_forward, *given, flat, d**-0.5, statistics, argmax, [i, 0, 0])
-                found.append(timed_row(shape, name, tiles, run, 2 * product))
+                show_tiles(shape, name, tiles, run, 2 * product)
         out, lse, entropy, _, place, mass = triton_form.attention_forward(*given, flat, d**-0.5, True, True, [0, 0, 0])
         d_out = torch.randn_like(out)
         for statistics in (False, True):
@@ -197,28 +146,7 @@ def tune() -> list[dict[str, Any]]:
             suffix = " statistics" * statistics
             for i, tiles in enumerate(key_value_tiles(q.dtype, d, statistics)):
                 run = partial(triton_form.attention_backward, *known, False, True, [0, i, 0])
-                found.append(timed_row(shape, "key_value" + suffix, tiles, run, 4 * product))
+                show_tiles(shape, "key_value" + suffix, tiles, run, 4 * product)
             for i, tiles in enumerate(query_tiles(q.dtype, d, statistics)):
                 run = partial(triton_form.attention_backward, *known, True, False, [0, 0, i])
-                found.append(timed_row(shape, "query" + suffix, tiles, run, 3 * product))
-    return found
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="four shapes")
-    parser.add_argument("--tune", action="store_true", help="time every configuration instead")
-    parser.add_argument("--json", help="write the rows to this file too")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("error: no CUDA device found; these are GPU timings")
-    found = tune() if arguments.tune else rows(arguments.quick)
-    for row in [] if arguments.tune else found:
-        print({name: round(x, 4) if isinstance(x, float) else x for name, x in row.items()})
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump(found, file, indent=1)
-
-
-if __name__ == "__main__":
-    main()
+                show_tiles(shape, "query" + suffix, tiles, run, 3 * product)

@@ -1,19 +1,16 @@
-"""Times of linear_decay beside flash-linear-attention on the same inputs, in one process.
-
-    python benchmarks/kernels_linear_decay.py [--quick] [--tune]
+"""Cases of benchmarks/kernels.py: linear_decay beside flash-linear-attention.
 
 Peers: fla.ops.simple_gla.chunk_simple_gla (decay per token as g, per head as g_gamma) and
-fla.ops.lightning_attn.chunk_lightning_attn, layout [B, T, H, D]. A peer that raises is reported as its error.
-floor_ms: bytes of operands and results over the copy bandwidth measured here.
+fla.ops.lightning_attn.chunk_lightning_attn, layout [B, T, H, D].
 """
 
-import argparse
 import itertools
+from collections.abc import Iterator
 from functools import partial
 
 import torch
-import triton
 
+from benchmarks.kernel_timing import Row, copy_bandwidth, ratio, timed
 from kernels.linear_decay import linear_decay
 from kernels.linear_decay.triton_form import configs, linear_decay_triton
 
@@ -29,17 +26,6 @@ SHAPES = [
 WINDOWS = (1, 64, 128, 256, 257, 1024, 8192)
 
 
-def milliseconds(call) -> float:
-    return triton.testing.do_bench(call, return_mode="median")
-
-
-def copy_bandwidth() -> float:
-    """Bytes per millisecond read and written by a copy of 1 GiB."""
-    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.numel() / milliseconds(lambda: target.copy_(source))
-
-
 def operands(shape, fixed=False, dtype=torch.bfloat16):
     b, t, h, k, v = shape
     torch.manual_seed(0)
@@ -49,17 +35,9 @@ def operands(shape, fixed=False, dtype=torch.bfloat16):
     return {"query": query, "key": torch.nn.functional.normalize(key, dim=-1), "value": value, "log_decay": decay}
 
 
-def timed(call, tensors, direction: str, constant=()) -> float | str:
-    """Milliseconds of call(tensors), or of its backward pass alone on a kept graph; an error's text if it raises."""
-    try:
-        if direction == "forward":
-            return milliseconds(lambda: call(tensors))
-        leaves = {n: x.detach().requires_grad_(n not in constant) for n, x in tensors.items()}
-        out = call(leaves)
-        cotangent, inputs = torch.randn_like(out), [x for x in leaves.values() if x.requires_grad]
-        return milliseconds(lambda: torch.autograd.grad(out, inputs, cotangent, retain_graph=True, allow_unused=True))
-    except Exception as error:  # a peer that fails is a result of the benchmark, whatever it raises
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:120]
+def measured(call, tensors, direction: str, constant=()) -> float | str:
+    leaves = {n: x.detach().requires_grad_(n not in constant) for n, x in tensors.items()}
+    return timed(lambda: call(leaves), [x for x in leaves.values() if x.requires_grad], direction)
 
 
 def simple_gla(x, fixed):
@@ -98,32 +76,31 @@ def ours(x, window=None, config=None):
     return linear_decay_triton(*named, None, window, 1.0, None, config).out
 
 
-def rows(quick: bool) -> list[dict]:
+def rows(quick: bool) -> Iterator[Row]:
     """A decay per head is a constant of Lightning: no gradient for it; one per token gets its gradient."""
-    bandwidth, result = copy_bandwidth(), []
-    for shape, fixed in itertools.product(SHAPES[:1] if quick else SHAPES, (False, True)):
+    for shape, fixed in itertools.product(SHAPES[:3:2] if quick else SHAPES, (False, True)):
         tensors, free = operands(shape, fixed), {}
         constant = ("log_decay",) if fixed else ()
-        windows = (None, *(w for w in WINDOWS if w < shape[1]))
-        for window, direction in itertools.product(windows[:3] if quick else windows, ("forward", "backward")):
-            time = timed(partial(ours, window=window), tensors, direction, constant)
+        windows = (None, *(w for w in (WINDOWS[1::2] if quick else WINDOWS) if w < shape[1]))
+        for window, direction in itertools.product(windows, ("forward", "backward")):
+            time = measured(partial(ours, window=window), tensors, direction, constant)
             name = f"linear_decay, decay per {'head' if fixed else 'token'}"
             row = {
                 "op": name if window is None else f"{name}, window {window}",
                 "shape": shape,
-                "dtype": "bfloat16",
                 "direction": direction,
                 "ours_ms": time,
-                "floor_ms": moved(shape, fixed, direction) / bandwidth,
             }
-            peers = {"ours without window": free.get(direction)}
             if window is None:
                 free[direction] = time
-                peers = {n: timed(partial(f, fixed=fixed), tensors, direction, constant) for n, f in PEERS.items()}
+                own = {"ours, forward": free["forward"]} if direction == "backward" else {}
+                peers = {n: measured(partial(f, fixed=fixed), tensors, direction, constant) for n, f in PEERS.items()}
+                peers |= own
+            else:
+                peers = {"ours without window": free[direction]}
+            floor = moved(shape, fixed, direction) / copy_bandwidth()
             for peer, peer_time in peers.items():
-                both = isinstance(time, float) and isinstance(peer_time, float)
-                result.append(row | {"peer": peer, "peer_ms": peer_time, "ratio": time / peer_time if both else None})
-    return result
+                yield row | {"peer": peer, "peer_ms": peer_time, "ratio": ratio(time, peer_time), "floor_ms": floor}
 
 
 def tune() -> None:
@@ -134,27 +111,9 @@ def tune() -> None:
         for config, fill in itertools.product(configs(torch.bfloat16), (2,) if window else (2, 3, 4)):
             call = partial(ours, window=window, config=config._replace(fill=fill))
             times = (
-                timed(call, tensors, "forward"),
-                timed(call, tensors, "backward", ("log_decay",)),
-                timed(call, tensors, "backward"),
+                measured(call, tensors, "forward"),
+                measured(call, tensors, "backward", ("log_decay",)),
+                measured(call, tensors, "backward"),
             )
             shown = (f"{x:.3f}" if isinstance(x, float) else x for x in times)
             print(f"  {tuple(config._replace(fill=fill))!s:60}", *shown, flush=True)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--tune", action="store_true", help="time every configuration")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.exit(2, "error: no CUDA device found; this benchmark times GPU kernels.\n")
-    if options.tune:
-        tune()
-        return
-    for row in rows(options.quick):
-        print(*(f"{x:.3f}" if isinstance(x, float) else x for x in row.values()), sep=" | ", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,56 @@
+"""How the kernel benchmarks time: medians of device events, the machine's own ceilings, rows printed as they come."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.testing import do_bench
+
+Row = dict[str, Any]
+
+
+def milliseconds(run: Callable[[], Any]) -> float:
+    return float(do_bench(run, warmup=20, rep=80, return_mode="median"))
+
+
+@functools.cache
+def copy_bandwidth() -> float:
+    """Bytes per millisecond, read and written, of a copy of 1 GiB."""
+    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / milliseconds(lambda: target.copy_(source))
+
+
+@functools.cache
+def matmul_rate() -> float:
+    """bf16 operations per millisecond of an 8192^3 product."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * 8192**3 / milliseconds(lambda: a @ b)
+
+
+def timed(form: Callable[[], Tensor | tuple[Tensor, ...]], leaves: Sequence[Tensor], direction: str) -> float | str:
+    """Milliseconds of form(), or of its backward alone on a kept graph; what it said if it raised.
+
+    `leaves` are the tensors whose gradients are taken; forward runs without a graph.
+    """
+    try:
+        if direction == "forward":
+            with torch.no_grad():
+                return milliseconds(form)
+        out = form()
+        outs = [out] if isinstance(out, Tensor) else list(out)
+        cotangents = [torch.randn_like(x) for x in outs]
+        return milliseconds(lambda: torch.autograd.grad(outs, leaves, cotangents, retain_graph=True, allow_unused=True))
+    except Exception as error:  # a peer may raise anything; its text is a result of the benchmark
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:110]}"
+
+
+def ratio(ours: float | str, peer: float | str | None) -> float | None:
+    """ours / peer: below 1 where ours is faster."""
+    return ours / peer if isinstance(ours, float) and isinstance(peer, float) else None
+
+
+def show(row: Row) -> None:
+    print(" | ".join(f"{x:.3f}" if isinstance(x, float) else str(x) for x in row.values()), flush=True)
