@@ -28,8 +28,8 @@ INIT_STD = 0.02
 class HybridLM(HookedRootModule):
     """Freshly initialised from torch's global generator; see models.load for trained weights.
 
-    `impl` chooses who computes the kernels ("triton", "torch", or "naive" for the float64 law); None means triton on
-    CUDA and torch elsewhere, settled anew when the model moves. The attribute `impl` is the one in use.
+    `impl` chooses who computes the kernels ("triton", "torch", or "naive" for the float64 law); None means
+    kernels.operands.default_impl, settled anew when the model moves. The attribute `impl` is the one in use.
     `tokenizer` is None unless a checkpoint brought one.
     """
 
