@@ -107,6 +107,8 @@ def test_every_package_is_listed_and_typed():
     "module",
     [
         "analyses.receptive_field",
+        "analyses.gradient_influence",
+        "analyses.scaling_law",
         "analyses.key_tokens",
         "models.pretrain",
         "models.pretrain.corpus",

@@ -146,8 +146,8 @@ def reduced(variables, kept):
     }
 
 
-def test_there_are_two_notebooks():
-    assert NAMES == ["00_tour.ipynb", "01_receptive_field.ipynb"]
+def test_these_notebooks_are_there():
+    assert {"00_tour.ipynb", "01_receptive_field.ipynb", "05_scaling_law.ipynb"} <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -185,3 +185,53 @@ def test_committed_notebook_names_no_machine(name):
 )
 def test_absolute_paths_are_recognised(text, machine):
     assert bool(ABSOLUTE_PATH.search(text)) is machine
+
+
+def test_scaling_law_reads_the_stored_file(execute):
+    name = "05_scaling_law.ipynb"
+    notebook, found = execute(
+        name, "{'name': name, 'fits': group.fit.values.tolist(), 'alpha': free.parameters.values.tolist()[2]}"
+    )
+    stored = store.read(NOTEBOOKS / "results" / "scaling_law.h5").groups[found["name"]]
+    assert found["fits"] == list(stored["fit"])
+    assert found["alpha"] == stored["parameters"][0, 2]
+    assert figures(notebook)
+    conclusions = [printed(code_cells(version)[-1]) for version in (notebook, committed(name))]
+    assert conclusions[0] == conclusions[1], f"{name} is older than scaling_law.h5: run it again and commit it"
+
+
+def test_scaling_law_reads_a_smaller_study(execute, tmp_path):
+    """Two sizes, no released fits: nothing is held out."""
+    from analyses import scaling_law
+
+    rows = [f"{n},{n * r},{90 * n**-0.24 + 3500 * (n * r) ** -0.36}" for n in (1.5e7, 6.5e7) for r in (60, 130, 300)]
+    (tmp_path / "t.csv").write_text("n,d,loss\n" + "\n".join(rows))
+    scaling_law.scaling_law(scaling_law.Config((tmp_path / "t.csv",), out=tmp_path / "t.h5", resamples=5))
+    _, found = execute("05_scaling_law.ipynb", "group.fit.values.tolist()", SCALING_LAW_H5=str(tmp_path / "t.h5"))
+    assert found == ["no constant, all points", "with constant, all points"]
+
+
+def test_gradient_influence_reads_the_stored_file(execute):
+    name = "03_gradient_influence.ipynb"
+    notebook, found = execute(name, "{'names': names, 'W': int(W), 'verdicts': verdicts.to_dict()}")
+    stored = store.read(NOTEBOOKS / "results" / "gradient_influence_shipped.h5")
+    assert found["names"] == [group for group in stored.groups if group and "/" not in group]
+    for checkpoint, column in found["verdicts"].items():  # the summary's own interval decides
+        summary = stored.groups[checkpoint]
+        row = list(summary["window"]).index(found["W"])
+        harmed = summary["truncation_loss_change_interval"][row, 0] > 0
+        assert column[f"the last {found['W']} tokens alone cost loss"] == ("yes" if harmed else "no")
+    assert len(figures(notebook)) >= 2
+    conclusions = [printed(code_cells(version)[-1]) for version in (notebook, committed(name))]
+    assert conclusions[0] == conclusions[1], f"{name} is older than its result: run it again and commit it"
+
+
+def test_gradient_influence_reads_a_smaller_study(execute, tmp_path):
+    """One checkpoint, no layers, no groups: what a run without options writes."""
+    stored = store.read(NOTEBOOKS / "results" / "gradient_influence_shipped.h5")
+    name = stored.attributes["checkpoint_name"][-1]
+    groups = {path: group for path, group in stored.groups.items() if path in (name, f"{name}/texts")}
+    store.write(tmp_path / "small.h5", Result(groups, stored.attributes))
+    notebook = "03_gradient_influence.ipynb"
+    _, found = execute(notebook, "{'names': names}", GRADIENT_INFLUENCE_H5=str(tmp_path / "small.h5"))
+    assert found["names"] == [name]
