@@ -13,6 +13,7 @@ import torch
 import models
 from analyses import evaluation, provenance
 from analyses import receptive_field_measures as measures
+from analyses.checkpoints import batches, named, torch_device
 from analyses.conditions import Condition, build
 from analyses.receptive_field import CPU_DOCUMENTS, CPU_PROMPTS, GPU_PROMPTS, GRID_WINDOWS, Config
 from analyses.result import Dataset, Variable
@@ -47,12 +48,12 @@ class Plan:
 
     def __init__(self, config: Config, device: str):
         self.config = config
-        self.device = _device(config.device or device)
+        self.device = torch_device(config.device or device)
         self.on_gpu = self.device.type == "cuda"
         self.device_name = torch.cuda.get_device_name(self.device) if self.on_gpu else "cpu"
         if config.dtype not in DTYPES:
             raise InputError(f"--dtype is {config.dtype!r}; expected float32 or bfloat16")
-        self.paths = _named(config.paths)
+        self.paths = named(config.paths)
         self.layers: dict[str, Any] = {}
         self.contexts: dict[str, int] = {}
         self.tokenizers: dict[str, Any] = {}
@@ -149,9 +150,9 @@ class Plan:
             for condition in self.measured(name):
                 found += [
                     Unit(name, "documents", condition, *rows)
-                    for rows in _batches(len(self.documents), DOCUMENT_BATCH[self.device.type])
+                    for rows in batches(len(self.documents), DOCUMENT_BATCH[self.device.type])
                 ]
-                found += [Unit(name, "prompts", condition, *rows) for rows in _batches(self.n_prompts, PROMPT_BATCH)]
+                found += [Unit(name, "prompts", condition, *rows) for rows in batches(self.n_prompts, PROMPT_BATCH)]
             effect_documents = min(len(self.documents), EFFECT_DOCUMENTS) if self.config.grid else 1
             for window in self.effect_windows(name):
                 found.append(Unit(name, "effect", Condition("full", window=window), 0, effect_documents))
@@ -218,33 +219,3 @@ class Plan:
     @functools.cache  # noqa: B019 (one plan a process)
     def _build_samples(self, prompts: Any) -> list[Any]:
         return list(prompts)
-
-
-def _named(paths: tuple[Path, ...]) -> dict[str, Path]:
-    """{name: checkpoint}: the directory's name, with its parents' where two would be alike."""
-    if not paths:
-        raise InputError("no checkpoint given; name a checkpoint directory or a directory of them")
-    places: dict[Path, Path] = {}  # where it lies: how it was given, which is what the result records
-    for path in paths:
-        for checkpoint in models.find_checkpoints(path):
-            places.setdefault(checkpoint.resolve(), checkpoint)
-    depth = 1
-    while len({place.parts[-depth:] for place in places}) < len(places):
-        depth += 1
-    return {"_".join(place.parts[-depth:]).strip("/"): given for place, given in places.items()}
-
-
-def _batches(count: int, size: int) -> list[tuple[int, int]]:
-    return [(start, min(start + size, count)) for start in range(0, count, size)]
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise InputError(f"--device is {name!r}; expected cpu, cuda or cuda:N") from error
-    if device.type not in measures.TOKENS_PER_BATCH:
-        raise InputError(f"--device is {name!r}; expected cpu, cuda or cuda:N")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise InputError(f"--device is {name!r}, but {torch.cuda.device_count()} GPUs are visible; use another or cpu")
-    return device

@@ -1,0 +1,83 @@
+"""The checkpoints of a run and its device: named, described without reading weights, refused in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import models
+from models.config import FORMAT
+from models.errors import InputError
+from models.safetensors_files import read_json, scan
+
+DTYPES = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a directory says of itself. `layers` are those of a native checkpoint; of others only the model knows."""
+
+    path: Path
+    native: bool
+    context: int | None
+    tokenizer: Any
+    stored_dtype: str | None
+    layers: tuple[Any, ...] | None
+
+
+def named(paths: Sequence[Path]) -> dict[str, Path]:
+    """{name: checkpoint}: the directory's name, with its parents' where two would be alike. InputError for none."""
+    if not paths:
+        raise InputError("no checkpoint given; name a checkpoint directory or a directory of them")
+    places: dict[Path, Path] = {}  # where it lies: how it was given, which is what the result records
+    for path in paths:
+        for checkpoint in models.find_checkpoints(path):
+            places.setdefault(checkpoint.resolve(), checkpoint)
+    depth = 1
+    while len({place.parts[-depth:] for place in places}) < len(places):
+        depth += 1
+    return {"_".join(place.parts[-depth:]).strip("/"): given for place, given in places.items()}
+
+
+def is_native(path: Path) -> bool:
+    """Whether the directory was written by models.save; else it is taken for a Hugging Face one."""
+    return read_json(path / "config.json").get("format") == FORMAT
+
+
+def describe(path: Path) -> Checkpoint:
+    """Configuration, tokenizer and headers of a native or Hugging Face directory; CheckpointError for a damaged one."""
+    if is_native(path):
+        model = models.load(path, device="meta")
+        dtype = str(model.dtype).removeprefix("torch.")
+        return Checkpoint(path, True, model.config.context_length, model.tokenizer, dtype, model.layers)
+    from models.huggingface_tokenizer import load_tokenizer
+
+    fields = read_json(path / "config.json")
+    text = fields.get("text_config") or fields  # of a model with several parts
+    scan(path)
+    found = [part.get(key) for part in (fields, text) for key in ("dtype", "torch_dtype")]
+    stored = next((str(value).removeprefix("torch.") for value in found if value), None)
+    return Checkpoint(path, False, text.get("max_position_embeddings"), load_tokenizer(path), stored, None)
+
+
+def torch_device(name: str) -> torch.device:
+    """The device of that name; InputError unless it is the CPU or a visible GPU."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InputError(f"--device is {name!r}; expected cpu, cuda or cuda:N") from error
+    if device.type not in DEVICES:
+        raise InputError(f"--device is {name!r}; expected cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InputError(f"--device is {name!r}, but {torch.cuda.device_count()} GPUs are visible; use another or cpu")
+    return device
+
+
+def batches(count: int, size: int) -> list[tuple[int, int]]:
+    """[(first, last + 1), ...]: `count` samples cut into pieces of `size`."""
+    return [(start, min(start + size, count)) for start in range(0, count, size)]

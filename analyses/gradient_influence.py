@@ -1,0 +1,144 @@
+"""How far back does a prediction's gradient reach, and does what lies there matter for the loss?
+
+    python -m analyses.gradient_influence ckpt/ --out results/gradient_influence.h5
+
+G(d) = E_x || ds(x) / de_{t-d} ||_2, Figure 5a of arXiv:2606.15378, on native checkpoints and Hugging Face directories:
+per text and distance, with intervals over texts, the flat baseline it falls to and where it meets it, shares of the
+total influence beyond windows, raw and without that baseline, and the noise of the number format. Beside it the direct
+form of the same claim: how the loss at the same targets grows when only the last w tokens are given. Distances and
+windows in tokens, losses in nats, influence in units of the score per unit of embedding.
+
+A Llama from a local directory as in the paper:
+
+    python -m analyses.gradient_influence Llama-3.1-8B/ --preset paper --texts TEXTS/ --out results/llama.h5
+
+Without one, SmolLM2-135M (Apache-2.0) can stand in; analyses/data/README.md makes a directory of it in a few lines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from models import command_line
+from models.errors import InputError
+
+if TYPE_CHECKING:
+    from analyses.result import Result
+
+ANALYSIS = "gradient_influence"
+PAPER_WINDOWS, MINIATURE_WINDOWS = (128, 512, 2048), (32, 128, 512)
+CPU_TEXTS, CPU_LENGTH = 8, 2048
+N_TARGETS, NOISE_TEXTS = 20, 4
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper": {"score": "logit_sum", "n_targets": 20, "length": 8192, "max_texts": 1000},
+}
+Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+
+
+def _shown(metavar: str) -> Any:
+    """How --help names a value whose default the description tells, since it depends on the checkpoint or device."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Measure how strongly each earlier token's embedding acts on the predictions at the end of a text."""
+
+    paths: Annotated[tuple[Path, ...], tyro.conf.Positional, _shown("PATH [PATH ...]")]
+    """Checkpoint directories, native or Hugging Face, or directories of them (architectures, steps of a run)."""
+    texts: Annotated[tuple[Path, ...] | None, _shown("TEXTS [TEXTS ...]")] = None
+    """.txt files, .jsonl files (text under text, input, prompt or context) or folders of them; default: CPython modules
+    that ship with the package. Too short ones are skipped and counted."""
+    out: Path = Path("results/gradient_influence.h5")
+    """The result (HDF5). A finished one of the same configuration is printed again, another is kept."""
+    preset: Annotated[Literal["paper"] | None, _shown("paper")] = None
+    """paper: logit_sum, the last 20 positions, 8192 tokens, at most 1000 texts; options given beside it win."""
+    score: Annotated[
+        Literal["log_prob", "logit_sum", "argmax_logit"] | None, _shown("log_prob|logit_sum|argmax_logit")
+    ] = None
+    """What is differentiated, averaged over the targets; default: log_prob, of the true next token."""
+    n_targets: Annotated[int | None, _shown("N")] = None
+    """Targets: the last N positions; default: 20."""
+    length: Annotated[int | None, _shown("T")] = None
+    """Tokens of each text, the first T; with log_prob the last of them is only predicted. Default: the training length,
+    on a CPU at most 2048."""
+    max_texts: Annotated[int | None, _shown("N")] = None
+    """Texts, the first N that are long enough; default: 8 on a CPU, all on a GPU."""
+    windows: Annotated[tuple[int, ...] | None, _shown("W [W ...]")] = None
+    """Windows to mark; default: 128, 512, 2048 from 8192 tokens on, else 32, 128, 512 and an eighth of them."""
+    layers: Flag = False
+    """Also the influence of every layer's input."""
+    groups: Flag = False
+    """Also the influence that passes through the full mixers only, and through the efficient mixers only (native
+    checkpoints)."""
+    noise_texts: int = NOISE_TEXTS
+    """Texts computed again in float32, where the model is not."""
+    device: Annotated[str | None, _shown("DEVICE")] = None
+    """cpu or cuda; default: a GPU if there is one."""
+    dtype: Annotated[str | None, _shown("DTYPE")] = None
+    """float32, bfloat16 or float16; default: float32 on a CPU, the stored one on a GPU."""
+    impl: Annotated[str | None, _shown("IMPL")] = None
+    """Who computes the kernels of a native checkpoint; default: the device's."""
+    seed: int = 0
+    """Of the bootstrap."""
+    overwrite: Flag = False
+    """Replace a result of another configuration."""
+
+    def __post_init__(self) -> None:
+        least = {"n_targets": 1, "length": 8, "max_texts": 1, "noise_texts": 0}
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if value is not None and value < bound:
+                raise InputError(f"--{name.replace('_', '-')} is {value}; expected {bound} or more")
+        for value in self.windows or ():
+            if value < 1:
+                raise InputError(f"--windows has {value}; expected tokens, 1 or more")
+
+    def resolved(self, name: str) -> Any:
+        """The option as given, else as the preset has it, else None."""
+        given = getattr(self, name)
+        return given if given is not None else PRESETS.get(self.preset or "", {}).get(name)
+
+
+def gradient_influence(config: Config) -> Result:
+    """Runs the study, or what is missing of it, writes `config.out` and returns the stored result.
+
+    Groups NAME (curves and shares with 95 % intervals over texts), NAME/texts (values of each text) and, where asked
+    for or due, NAME/layers, NAME/groups, NAME/noise, for every checkpoint. Raises InputError before any model runs.
+    """
+    from analyses import distributed
+    from analyses.gradient_influence_plan import Plan
+    from analyses.gradient_influence_summary import join
+    from analyses.units import run_units
+
+    with distributed.session() as ranks:
+        plan = Plan(config, ranks.device)
+        return run_units(
+            plan.units,
+            plan.compute,
+            lambda parts: join(plan, parts),
+            target=config.out,
+            analysis=ANALYSIS,
+            config=plan.identity(),
+            attributes=plan.attributes,
+            overwrite=config.overwrite,
+            ranks=ranks,
+        )
+
+
+def main(config: Config) -> None:
+    from analyses.distributed import is_first
+    from analyses.gradient_influence_table import table
+
+    result = gradient_influence(config)
+    if is_first():
+        print(table(result))
+        print(config.out)
+
+
+if __name__ == "__main__":
+    command_line.run(main, Config, prog=f"python -m analyses.{ANALYSIS}")
