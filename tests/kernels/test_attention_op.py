@@ -269,9 +269,15 @@ def test_the_gradient_check_sees_a_wrong_gradient():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(("t", "s", "bands"), [*CASES, (4096, 4096, (Band(128, 4),))])
-def test_on_cuda(t, s, bands, dtype, compiled):
+@pytest.mark.parametrize(
+    ("t", "s", "bands", "compiled"),
+    [
+        *((*case, False) for case in CASES),
+        *((*case, True) for case in (CASES[5], CASES[8], CASES[10])),  # seconds of compilation each
+        (4096, 4096, (Band(128, 4),), True),
+    ],
+)
+def test_on_cuda(t, s, bands, compiled, dtype):
     x = operands(t, s, dtype, h=6, g=2, k=64, v=64, b=1)
     exact = {name: y.double().requires_grad_() for name, y in x.items()}
     expected = attention(**exact, bands=bands)
