@@ -36,10 +36,11 @@ class StoreError(InputError):
     """A file that cannot be read as a result: missing, foreign, truncated or altered."""
 
 
-def write(path: Path | str, result: Result) -> None:
+def write(path: Path | str, result: Result, compress: bool = True) -> None:
     """Write `result` to `path` atomically, replacing a file that is there.
 
     The file is built in memory first (cost: its size once more): HDF5 on a full disk cannot close a file cleanly.
+    `compress` packs arrays of 64 KB and more, at about 30 MB/s: not worth it for files that soon go.
     """
     image = io.BytesIO()
     with h5py.File(image, "w", track_order=True) as file:  # in order of declaration
@@ -52,7 +53,7 @@ def write(path: Path | str, result: Result) -> None:
             group = file
             for part in name.split("/") if name else ():
                 group = group[part] if part in group else group.create_group(part, track_order=True)
-            _write_group(group, dataset)
+            _write_group(group, dataset, compress)
     content = image.getbuffer()
     write_bytes(path, content, SEAL + hashlib.sha256(content).hexdigest().encode() + b"\n")
 
@@ -77,19 +78,19 @@ def read_attributes(path: Path | str) -> dict[str, Any]:
         return _attributes(file)
 
 
-def _write_group(group: h5py.Group, dataset: Dataset) -> None:
+def _write_group(group: h5py.Group, dataset: Dataset, compress: bool) -> None:
     if dataset.description:
         group.attrs["description"] = dataset.description
     for name, coord in dataset.coords.items():
-        _write_variable(group, name, coord).make_scale(name)
+        _write_variable(group, name, coord, compress).make_scale(name)
     for name, variable in dataset.variables.items():
-        stored = _write_variable(group, name, variable)
+        stored = _write_variable(group, name, variable, compress)
         for axis, dim in enumerate(variable.dims):
             stored.dims[axis].label = dim
             stored.dims[axis].attach_scale(group[dim])
 
 
-def _write_variable(group: h5py.Group, name: str, variable: Variable) -> h5py.Dataset:
+def _write_variable(group: h5py.Group, name: str, variable: Variable, compress: bool) -> h5py.Dataset:
     values, options = variable.values, {}
     if values.dtype.kind == "U":
         stored = group.create_dataset(name, shape=values.shape, dtype=TEXT, track_times=False)
@@ -97,7 +98,7 @@ def _write_variable(group: h5py.Group, name: str, variable: Variable) -> h5py.Da
             stored[...] = values.astype(object)
     else:
         boolean = values.dtype.kind == "b"  # netCDF has no booleans: xarray's own convention, int8 with an attribute
-        if values.nbytes >= COMPRESS_FROM:
+        if compress and values.nbytes >= COMPRESS_FROM:
             options = {"compression": "gzip", "compression_opts": 4, "shuffle": True}
         data = values.astype("i1") if boolean else values
         stored = group.create_dataset(name, data=data, track_times=False, **options)

@@ -12,6 +12,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +25,7 @@ from analyses.writer_lock import WriterLock
 from models.errors import InputError
 
 Work = TypeVar("Work")
+Load = Callable[[str], store.Dataset]
 STATE = "run.json"
 UNIT_FILES = "*-????????????.h5"  # what UnitFolder._file makes
 
@@ -92,7 +94,7 @@ class UnitFolder:
         if not (self.folder / STATE).exists():
             raise InputError(f"{self.folder} is not visible here; --out must lie on a file system shared by all ranks")
         attributes = {"unit": unit, "run_sha256": self.key, "environment": self.environment}
-        store.write(self._file(unit), store.Result({store.ROOT: dataset}, attributes))
+        store.write(self._file(unit), store.Result({store.ROOT: dataset}, attributes), compress=False)
 
     def load(self, unit: str) -> tuple[store.Dataset, str]:
         """One finished unit and the environment (JSON) that computed it; StoreError if damaged or of another run."""
@@ -101,6 +103,10 @@ class UnitFolder:
         if result.attributes.get("unit") != unit or result.attributes.get("run_sha256") != self.key:
             raise store.StoreError(f"{path}: holds a unit of another run; delete it")
         return result.groups[store.ROOT], result.attributes["environment"]
+
+    def environment_of(self, unit: str) -> str:
+        """The environment (JSON) that computed a finished unit, without reading its data."""
+        return str(store.read_attributes(self._file(unit))["environment"])
 
     def finish(self, result: store.Result) -> None:
         """Put the joined result in place, then remove the folder; a kill between the two is mended by the next run."""
@@ -179,6 +185,15 @@ def mine(units: Sequence[str], rank: int, world: int) -> list[str]:
     return list(units[rank * len(units) // world : (rank + 1) * len(units) // world])
 
 
+@dataclass(frozen=True)
+class Stage:
+    """Units {readable id: input of compute}. `compute(input, load)` may read units of earlier stages by `load(id)`."""
+
+    name: str
+    units: Mapping[str, Any]
+    compute: Callable[[Any, Load], store.Dataset]
+
+
 def run_units(
     units: Mapping[str, Work],
     compute: Callable[[Work], store.Dataset],
@@ -197,15 +212,45 @@ def run_units(
     `attributes` is called). `attributes`: provenance.run_attributes(...); analysis, config, time (of the start),
     versions and commit are added here. `compute` must depend on its unit and the config alone.
     """
+    return run_stages(
+        [Stage("", units, lambda work, load: compute(work))],
+        lambda parts, load: join(parts),
+        target=target,
+        analysis=analysis,
+        config=config,
+        attributes=attributes,
+        overwrite=overwrite,
+        ranks=ranks,
+    )
+
+
+def run_stages(
+    stages: Sequence[Stage],
+    join: Callable[[dict[str, store.Dataset], Load], store.Result],
+    *,
+    target: Path | str,
+    analysis: str,
+    config: Mapping[str, Any],
+    attributes: Callable[[], Mapping[str, Any]] | Mapping[str, Any],
+    overwrite: bool = False,
+    ranks: Ranks | None = None,
+) -> store.Result:
+    """run_units in stages, one after the other on all ranks: `join` gets the units of the last stage, and `load`.
+
+    Units of earlier stages are removed with the folder once the result is there; what shall stay, `join` loads.
+    """
     ranks = ranks or Ranks()
     folder = UnitFolder(target, config, analysis=analysis, overwrite=overwrite)
     try:
-        plan = ranks.from_first(lambda: _plan(folder, list(units)))
+        plan = ranks.from_first(lambda: _plan(folder, [unit for stage in stages for unit in stage.units]))
         if plan is not None:
-            _compute(folder, units, mine(plan, ranks.rank, ranks.world), compute, ranks)
-            ranks.barrier()
+            missing = set(plan)
+            for stage in stages:
+                todo = [unit for unit in stage.units if unit in missing]
+                _compute(folder, stage, mine(todo, ranks.rank, ranks.world), ranks)
+                ranks.barrier()
             if ranks.first:
-                folder.finish(_joined(folder, units, join, attributes))
+                folder.finish(_joined(folder, stages, join, attributes))
             ranks.barrier()
     finally:
         folder.lock.release()
@@ -219,29 +264,25 @@ def _plan(folder: UnitFolder, units: list[str]) -> list[str] | None:
     return folder.open(units)
 
 
-def _compute(
-    folder: UnitFolder,
-    units: Mapping[str, Work],
-    todo: list[str],
-    compute: Callable[[Work], store.Dataset],
-    ranks: Ranks,
-) -> None:
-    name = folder.identity["analysis"] + (f" (rank 0 of {ranks.world})" if ranks.world > 1 else "")
+def _compute(folder: UnitFolder, stage: Stage, todo: list[str], ranks: Ranks) -> None:
+    name = " ".join(filter(None, (folder.identity["analysis"], stage.name)))
+    name += f" (rank 0 of {ranks.world})" if ranks.world > 1 else ""
     interval = 0.2 if sys.stderr.isatty() else 30.0  # seconds; log files get few lines
     for unit in tqdm(todo, desc=name, unit="unit", disable=not (ranks.first and todo), mininterval=interval):
         ranks.check()
-        folder.save(unit, compute(units[unit]))
+        folder.save(unit, stage.compute(stage.units[unit], lambda other: folder.load(other)[0]))
 
 
 def _joined(
     folder: UnitFolder,
-    units: Mapping[str, Any],
-    join: Callable[[dict[str, store.Dataset]], store.Result],
+    stages: Sequence[Stage],
+    join: Callable[[dict[str, store.Dataset], Load], store.Result],
     attributes: Callable[[], Mapping[str, Any]] | Mapping[str, Any],
 ) -> store.Result:
-    loaded = {unit: folder.load(unit) for unit in units}
-    result = join({unit: dataset for unit, (dataset, _) in loaded.items()})
-    environments = sorted({environment for _, environment in loaded.values()})
+    loaded = {unit: folder.load(unit) for unit in stages[-1].units}
+    result = join({unit: dataset for unit, (dataset, _) in loaded.items()}, lambda unit: folder.load(unit)[0])
+    earlier = {folder.environment_of(unit) for stage in stages[:-1] for unit in stage.units}
+    environments = sorted(earlier | {environment for _, environment in loaded.values()})
     root = {
         "analysis": folder.identity["analysis"],
         "config": provenance.canonical(folder.identity["config"]),

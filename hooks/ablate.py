@@ -58,9 +58,9 @@ def ablate(
 
 @torch.no_grad()
 def head_means(model: Any, batches: Iterable[Any]) -> dict[Head, Float[Tensor, " V"]]:
-    """The mean output z of every head over all tokens of the batches; each is what `model(batch)` takes.
+    """The mean output z of every head over all tokens of the batches of input ids.
 
-    Sums are float64 on the model's device; one forward per batch. Raises ValueError if there is no batch.
+    Sums are float64 on the model's device; one forward per batch, without logits. Raises ValueError if there is none.
     """
     points = _by_point(model, None, range(len(model.layers)))
     sums: dict[str, Tensor] = {}
@@ -75,7 +75,7 @@ def head_means(model: Any, batches: Iterable[Any]) -> dict[Head, Float[Tensor, "
 
     for batch in batches:
         with edited(model, {name: add(name) for name in points}):
-            model(batch)
+            model.final_hidden(batch)
         tokens += batch.shape[0] * batch.shape[1]
     if not tokens:
         raise ValueError("batches is empty; expected at least one batch of input ids to take means over.")

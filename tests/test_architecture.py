@@ -107,7 +107,9 @@ def test_every_package_is_listed_and_typed():
     "module",
     [
         "analyses.receptive_field",
+        "analyses.layerwise_probing",
         "analyses.gradient_influence",
+        "analyses.retrieval_tracing",
         "analyses.scaling_law",
         "analyses.key_tokens",
         "models.pretrain",

@@ -1,0 +1,280 @@
+"""The units of a tracing study, and how one is computed: every checkpoint of a run, then ablations on its last one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import models
+from analyses import provenance
+from analyses import retrieval_tracing as study
+from analyses import retrieval_tracing_measures as measures
+from analyses.checkpoints import DTYPES, torch_device
+from analyses.lazy_tensors import LazyTensors
+from analyses.result import Dataset, Variable
+from analyses.retrieval_heads import Head, chosen, heads_of
+from analyses.retrieval_prompts import RetrievalPrompts, needle_prompts, read_prompts
+from analyses.run_checkpoints import Run, find_runs
+from analyses.units import Stage
+from kernels.operands import default_impl
+from models.errors import InputError
+from models.safetensors_files import read_json
+from probes.weight_distance import qk_distance
+
+PAIR = 2
+"""Heads ablated together: the top two, and random pairs beside them."""
+Load = Callable[[str], Dataset]
+
+
+@dataclass(frozen=True)
+class CheckpointUnit:
+    """Everything that is measured on one checkpoint without an edit."""
+
+    run: str
+    checkpoint: str
+
+    @property
+    def id(self) -> str:
+        return f"{self.run}/{self.checkpoint}"
+
+
+@dataclass(frozen=True)
+class AblationUnit:
+    """Single heads of one layer of the last checkpoint; layer None: the top two, and random pairs."""
+
+    run: str
+    layer: int | None
+
+    @property
+    def id(self) -> str:
+        return f"{self.run}/ablated {'pairs' if self.layer is None else f'heads of layer {self.layer}'}"
+
+
+class Plan:
+    """Everything a run has decided before a model computes: runs, prompts, settings. Bad input ends here."""
+
+    def __init__(self, config: study.Config, device: str):
+        self.config = config
+        self.device = torch_device(config.device or device)
+        self.on_gpu = self.device.type == "cuda"
+        self.device_name = torch.cuda.get_device_name(self.device) if self.on_gpu else "cpu"
+        if config.dtype not in DTYPES:
+            raise InputError(f"--dtype is {config.dtype!r}; expected float32, bfloat16 or float16")
+        self.runs = find_runs(config.paths)
+        self.query, self.top = config.resolved_query(), config.resolved_top()
+        self.draws = config.draws if config.draws is not None else self._default(study.CPU_DRAWS, study.GPU_DRAWS)
+        for name, run in self.runs.items():
+            self._check(name, run)
+        self._loaded: tuple[Path, Any] | None = None
+        self._made: dict[tuple[str, int], RetrievalPrompts] = {}
+        self.prompts = {name: self._prompts(run) for name, run in self.runs.items()}
+        self.choosing = self._choosing()
+
+    def _default(self, on_cpu: int, on_gpu: int) -> int:
+        return on_gpu if self.on_gpu else on_cpu
+
+    def _check(self, name: str, run: Run) -> None:
+        path = run.described.path
+        if self.config.impl is not None:
+            models.load(path, device="meta", impl=self.config.impl)  # refuses an unknown one
+        if not heads_of(self.layers(name)):
+            kinds = ", ".join(dict.fromkeys(layer.kind for layer in self.layers(name)))
+            raise InputError(f"{path} has no softmax attention (its layers: {kinds}); there is no head to choose")
+        if self.config.prompts is None and run.described.tokenizer is None:
+            raise InputError(f"{path} has no tokenizer.json; needle prompts need one, or give --prompts FILE.npz")
+
+    def _prompts(self, run: Run) -> RetrievalPrompts:
+        """Those for choosing, then those for tracing; runs of one tokenizer and length share them."""
+        config, described = self.config, run.described
+        if config.prompts is not None:
+            return self._own_prompts(run)
+        context = described.context or 0
+        length = config.length or (context if self.on_gpu else min(context, study.CPU_LENGTH))
+        key = (described.tokenizer.sha256, length)
+        if key not in self._made:
+            n = (config.choosing or self._default(study.CPU_CHOOSING, study.GPU_CHOOSING)) + (
+                config.tracing or self._default(study.CPU_TRACING, study.GPU_TRACING)
+            )
+            self._made[key] = needle_prompts(
+                described.tokenizer, length=length, n=n, seed=config.seed, haystack=config.haystack
+            )
+        first = int(self._made[key].answer[:, 0].min())
+        if first + self.query < 0:
+            raise InputError(f"--query is {self.query}, but the prompts have {first} tokens before the answer")
+        return self._made[key]
+
+    def _own_prompts(self, run: Run) -> RetrievalPrompts:
+        assert self.config.prompts is not None
+        found = read_prompts(self.config.prompts)
+        largest, vocab = int(found.ids.max()), read_json(run.described.path / "config.json")["vocab_size"]
+        if found.ids.min() < 0 or largest >= vocab:
+            raise InputError(
+                f"--prompts {self.config.prompts} holds token {largest}; {run.name} knows 0 to {vocab - 1}"
+            )
+        asked = (self.config.choosing or max(1, len(found.ids) // 3)) + (self.config.tracing or 1)
+        if asked > len(found.ids):
+            raise InputError(f"--prompts {self.config.prompts} has {len(found.ids)} prompts; {asked} are asked for")
+        if int(found.answer[:, 0].min()) + self.query < 0:
+            raise InputError(f"--query is {self.query}; the prompts of {self.config.prompts} are shorter")
+        return found
+
+    def _choosing(self) -> int:
+        if self.config.prompts is None:
+            return self.config.choosing or self._default(study.CPU_CHOOSING, study.GPU_CHOOSING)
+        return self.config.choosing or max(1, len(next(iter(self.prompts.values())).ids) // 3)
+
+    def chooses(self, run: str) -> RetrievalPrompts:
+        """The prompts that choose heads, and give their mean outputs."""
+        return self.prompts[run].select(0, self.choosing)
+
+    def traced(self, run: str) -> RetrievalPrompts:
+        """The prompts that everything reported is measured on; none of them chooses."""
+        count = len(self.prompts[run].ids)
+        last = count if self.config.tracing is None else min(count, self.choosing + self.config.tracing)
+        return self.prompts[run].select(self.choosing, last)
+
+    def layers(self, run: str) -> tuple[Any, ...]:
+        """Of a run's model, without weights."""
+        return self.runs[run].described.layers or ()
+
+    def n_heads(self, run: str) -> int:
+        return max(layer.n_heads for layer in self.layers(run))
+
+    def dtype(self, run: str) -> str:
+        stored = self.runs[run].described.stored_dtype if self.on_gpu else "float32"
+        return self.config.dtype or stored or "float32"
+
+    def impl(self, run: str) -> str:
+        return self.config.impl or default_impl(self.device, getattr(torch, self.dtype(run)))
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the data: settings as resolved, content of checkpoints and prompts; not where files lie."""
+        return provenance.configuration(
+            self.config,
+            exclude=("out", "overwrite", "paths", "device", "prompts", "preset", "top", "query", "choosing", "tracing",
+                     "length", "draws"),
+            resolved_top=self.top,
+            resolved_query=self.query,
+            resolved_draws=self.draws,
+            n_choosing=self.choosing,
+            n_tracing={name: len(self.traced(name).ids) for name in self.runs},
+            lengths={name: prompts.ids.shape[1] for name, prompts in self.prompts.items()},
+            prompts_sha256={name: prompts.sha256 for name, prompts in self.prompts.items()},
+            own_prompts=self.config.prompts is not None,
+            checkpoints={f"{name}/{checkpoint}": provenance.checkpoint_sha256(path)
+                         for name, run in self.runs.items() for checkpoint, path in run.checkpoints.items()},
+            tokens={name: run.tokens for name, run in self.runs.items()},
+            steps={name: run.steps for name, run in self.runs.items()},
+            resolved_dtype={name: self.dtype(name) for name in self.runs},
+            resolved_impl={name: self.impl(name) for name in self.runs},
+            device_type=self.device.type,
+        )  # fmt: skip
+
+    def attributes(self) -> dict[str, Any]:
+        checkpoints = {f"{n}/{c}": path for n, run in self.runs.items() for c, path in run.checkpoints.items()}
+        kinds = {name: [layer.kind for layer in self.layers(name.split("/")[0])] for name in checkpoints}
+        return provenance.run_attributes(
+            checkpoints=checkpoints,
+            layer_kinds=kinds,
+            kernel_impl=", ".join(dict.fromkeys(map(self.impl, self.runs))),
+            dtype=", ".join(dict.fromkeys(map(self.dtype, self.runs))),
+            device=self.device_name,
+            seed=self.config.seed,
+        )
+
+    @property
+    def stages(self) -> list[Stage]:
+        """All checkpoints, in an order that loads each once, then the ablations."""
+        traced = [CheckpointUnit(name, checkpoint) for name, run in self.runs.items() for checkpoint in run.checkpoints]
+        stages = [Stage("checkpoints", {u.id: u for u in traced}, lambda u, load: self._trace(u))]
+        if not self.config.no_ablation:
+            stages.append(Stage("ablations", {u.id: u for n in self.runs for u in self.ablations(n)}, self._ablate))
+        return stages
+
+    def ablations(self, run: str) -> list[AblationUnit]:
+        layers = dict.fromkeys(layer for layer, _ in heads_of(self.layers(run)))
+        return [*(AblationUnit(run, layer) for layer in layers), AblationUnit(run, None)]
+
+    def last(self, run: str) -> str:
+        """Id of the unit of a run's last checkpoint."""
+        return CheckpointUnit(run, self.runs[run].last).id
+
+    def chosen(self, choosing_mass: np.ndarray) -> list[Head]:
+        """The heads to follow, by their mass [prompt, layer, head] on the last checkpoint."""
+        return chosen(choosing_mass.mean(0), self.top, self.config.threshold)
+
+    def _model(self, run: str, checkpoint: str) -> Any:
+        """The model of a checkpoint; the one before is let go first, so that one is in memory at a time."""
+        path = self.runs[run].checkpoints[checkpoint]
+        if self._loaded is None or self._loaded[0] != path:
+            self._loaded = None
+            model = models.load(path, device=self.device, dtype=DTYPES[self.config.dtype], impl=self.config.impl)
+            self._loaded = (path, model)
+        return self._loaded[1]
+
+    @functools.lru_cache(maxsize=1)  # noqa: B019 (one plan a process)
+    def _means(self, run: str) -> Any:
+        return measures.mean_outputs(self._model(run, self.runs[run].last), self.chooses(run))
+
+    def _trace(self, unit: CheckpointUnit) -> Dataset:
+        model, prompts = self._model(unit.run, unit.checkpoint), self.traced(unit.run)
+        attention, answers = measures.trace(model, prompts, self.query)
+        copied, success = measures.copy_score(model, prompts, answers)
+        query, key = self._distances(unit)
+        per_head = ("prompt", "layer", "head")
+        values: dict[str, tuple[tuple[str, ...], Any, str]] = {
+            "choosing_mass": (("choosing", "layer", "head"),
+                              measures.choosing_mass(model, self.chooses(unit.run), self.query), "1"),
+            "mass": (per_head, attention.mass, "1"),
+            "entropy": (per_head, attention.entropy, "1"),
+            "sink_mass": (per_head, attention.sink_mass, "1"),
+            "copy": (per_head, copied, "1"),
+            "success": (("prompt",), success.astype(float), "1"),
+            "correct": (("prompt",), answers.correct.astype(float), "1"),
+            "digits": (("prompt",), answers.digits, "1"),
+            "loss": (("prompt",), answers.loss, "nat"),
+            "query_distance": (("layer", "head"), np.where(attention.softmax, query, np.nan), "1"),
+            "key_distance": (("layer", "head"), np.where(attention.softmax, key, np.nan), "1"),
+        }  # fmt: skip
+        return Dataset({name: Variable(dims, v, units, name) for name, (dims, v, units) in values.items()})
+
+    def _distances(self, unit: CheckpointUnit) -> list[np.ndarray]:
+        """Of every head's query rows, and of its group's key rows, from the last checkpoint: two tables [L, H]."""
+        run = self.runs[unit.run]
+        path, last = run.checkpoints[unit.checkpoint], run.described.path
+        found = qk_distance(LazyTensors(path), LazyTensors(last), read_json(last / "config.json"))
+        tables = []
+        for values in (found.query, found.key):
+            table = np.full((len(self.layers(unit.run)), self.n_heads(unit.run)), np.nan)
+            table[: values.shape[0], : values.shape[1]] = values.numpy()
+            tables.append(table)
+        return tables
+
+    def _ablate(self, unit: AblationUnit, load: Load) -> Dataset:
+        sets = self._sets(unit, load)
+        model, prompts = self._model(unit.run, self.runs[unit.run].last), self.traced(unit.run)
+        found = [measures.ablated(model, prompts, heads, self._means(unit.run)) for heads in sets]
+        heads = np.array([[*pair, *[(-1, -1)] * (PAIR - len(pair))] for pair in sets], int).reshape(-1, PAIR, 2)
+        variables = {"heads": Variable(("set", "member", "place"), heads, "1", "(layer, head); -1: none")}
+        for name, units in (("correct", "1"), ("digits", "1"), ("loss", "nat")):
+            values = np.array([getattr(a, name) for a in found], float).reshape(len(sets), len(prompts.ids))
+            variables[name] = Variable(("set", "prompt"), values, units, name)
+        return Dataset(variables)
+
+    def _sets(self, unit: AblationUnit, load: Load) -> list[tuple[Head, ...]]:
+        """The sets of heads to ablate. Of pairs the first is the top two; empty where fewer than two were chosen."""
+        if unit.layer is not None:
+            return [(head,) for head in heads_of(self.layers(unit.run)) if head[0] == unit.layer]
+        followed = self.chosen(load(self.last(unit.run))["choosing_mass"])
+        others = [head for head in heads_of(self.layers(unit.run), ("full",)) if head not in followed]
+        if len(followed) < PAIR:
+            return []
+        pairs = [(one, two) for index, one in enumerate(others) for two in others[index + 1 :]]
+        drawn = np.random.default_rng(self.config.seed).permutation(len(pairs))[: self.draws]
+        return [tuple(followed[:PAIR]), *(pairs[index] for index in sorted(drawn.tolist()))]
