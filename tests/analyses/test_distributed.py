@@ -81,7 +81,8 @@ def launch(folder: Path, launcher: list[str], arguments: list[str], **env: str) 
     fill = {"tests": str(Path(__file__).parent), "repository": str(REPOSITORY)}
     script.write_text(textwrap.dedent(SCRIPT).format(**fill), encoding="utf-8")
     command = [sys.executable, *launcher, str(script), *arguments]
-    everything = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+    # torch itself warns on stderr when the rank that hosts the store happens to end first
+    everything = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **env}
     return subprocess.run(command, env=everything, cwd=folder, capture_output=True, text=True)
 
 
