@@ -416,3 +416,44 @@ def test_a_kill_after_every_single_file_operation_is_mended(tmp_path, before, ov
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert int(done.stdout.split()[-1]) > 40  # that many crash points were tried
+
+
+def staged(target: Path, second=None, kept: bool = False) -> Result:
+    """Means of each architecture's batches, in a second stage that reads the units of the first."""
+
+    def means(name: str, load: units.Load) -> Dataset:
+        losses = [load(unit)["loss"] for unit in WORK if unit.startswith(name)]
+        return Dataset({"mean": Variable((), float(np.mean(losses)), "nats per token", "mean loss")})
+
+    def joined(parts: dict[str, Dataset], load: units.Load) -> Result:
+        raw = join({unit: load(unit) for unit in WORK}).groups if kept else {}
+        return Result({**parts, **raw})
+
+    stages = [
+        units.Stage("losses", WORK, lambda work, load: compute(work)),
+        units.Stage("means", {"swa-16": "swa-16", "swa-32": "swa-32"}, second or means),
+    ]
+    return units.run_stages(stages, joined, target=target, analysis="fake", config=CONFIG, attributes={"seed": 7})
+
+
+def test_stages_read_earlier_units_and_leave_nothing_behind(tmp_path, capsys):
+    found = staged(tmp_path / "r.h5")
+    assert list(found.groups) == ["swa-16", "swa-32"]
+    expected = np.mean([compute(work)["loss"] for name, work in WORK.items() if name.startswith("swa-32")])
+    assert found["swa-32/mean"] == pytest.approx(expected)
+    said = capsys.readouterr().err
+    assert "fake losses" in said
+    assert "fake means" in said
+    assert os.listdir(tmp_path) == ["r.h5"]
+    assert len(staged(tmp_path / "kept.h5", kept=True).groups) == 2 + 4
+
+
+def test_a_later_stage_that_fails_keeps_the_earlier_ones(tmp_path, monkeypatch):
+    def fail(name: str, load: units.Load) -> Dataset:
+        raise RuntimeError("stopped")
+
+    with pytest.raises(RuntimeError, match="stopped"):
+        staged(tmp_path / "r.h5", second=fail)
+    assert len(list((tmp_path / "r.h5.units").glob("*.h5"))) == len(WORK)
+    monkeypatch.setitem(globals(), "compute", refuse_work)
+    assert list(staged(tmp_path / "r.h5").groups) == ["swa-16", "swa-32"]

@@ -20,6 +20,7 @@ from analyses.result import Dataset, Result, Variable
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = ROOT / "notebooks"
 STORED = NOTEBOOKS / "results" / "receptive_field_grid.h5"
+PROBING = NOTEBOOKS / "results" / "layerwise_probing_shipped.h5"
 NAMES = sorted(path.name for path in NOTEBOOKS.glob("*.ipynb"))
 ABSOLUTE_PATH = re.compile(r"(?<![\w./:<>-])(?:/[\w.@+-]+){2,}|\b[A-Za-z]:\\\w")
 
@@ -146,8 +147,56 @@ def reduced(variables, kept):
     }
 
 
+def test_layerwise_probing_reads_the_stored_file(execute):
+    name = "02_layerwise_probing.ipynb"
+    notebook, found = execute(
+        name,
+        "{'names': names, 'verdicts': verdicts.to_dict(), 'nothing': nothing['all at chance'].astype(bool).to_dict(),"
+        " 'own': table.shape[0]}",
+    )
+    stored = store.read(PROBING)
+    assert found["names"] == [group for group in stored.groups if "/" not in group]
+    assert all(found["nothing"].values()), "a control that must find nothing found something"
+    assert found["own"] == 4
+    for column, verdicts in found["verdicts"].items():  # the stored interval decides
+        group = stored.groups[column.replace(", ", "/")]
+        assert verdicts["share significant (p < 0.05)"] == ("yes" if group["share_p"][0, 0] < 0.05 else "no")
+        above = group["share_over_random_interval"][0, 0] > 0
+        assert verdicts["share in full layers above the twin's"] == ("yes" if above else "no")
+    assert len(figures(notebook)) == 2
+    conclusions = [printed(code_cells(version)[-2]) for version in (notebook, committed(name))]
+    assert conclusions[0] == conclusions[1], f"{name} is older than {PROBING.name}: run it again and commit it"
+
+
+def test_layerwise_probing_reads_a_study_without_controls(execute, tmp_path):
+    """Trained weights alone, one haystack, one checkpoint."""
+    stored = store.read(PROBING)
+    name = stored.attributes["checkpoint_name"][0]
+    group = stored.groups[f"{name}/repeat"]
+    first = {key: of_first_control(v) for key, v in group.variables.items() if "over_random" not in key}
+    coords = {key: of_first_control(coord) for key, coord in group.coords.items()}
+    config = json.dumps({**json.loads(stored.attributes["config"]), "haystacks": ["repeat"]})
+    groups = {name: stored.groups[name], f"{name}/repeat": Dataset(first, coords, group.description)}
+    store.write(tmp_path / "small.h5", Result(groups, {**stored.attributes, "config": config}))
+    _, found = execute(
+        "02_layerwise_probing.ipynb", "verdicts.to_dict()", LAYERWISE_PROBING_H5=str(tmp_path / "small.h5")
+    )
+    assert list(found) == [f"{name}, repeat"]
+    assert found[f"{name}, repeat"]["more than in the untrained twin"] == "-"
+    assert found[f"{name}, repeat"]["readable after the last layer"] == "yes"
+
+
+def of_first_control(variable):
+    if "control" not in variable.dims:
+        return variable
+    values = variable.values.take([0], variable.dims.index("control"))
+    return Variable(variable.dims, values, variable.units, variable.description)
+
+
 def test_these_notebooks_are_there():
-    assert {"00_tour.ipynb", "01_receptive_field.ipynb", "05_scaling_law.ipynb"} <= set(NAMES)
+    assert {"00_tour.ipynb", "01_receptive_field.ipynb", "02_layerwise_probing.ipynb", "05_scaling_law.ipynb"} <= set(
+        NAMES
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
