@@ -65,6 +65,27 @@ def describe(path: Path) -> Checkpoint:
     return Checkpoint(path, False, text.get("max_position_embeddings"), load_tokenizer(path), stored, None)
 
 
+def usable(path: Path, impl: str | None, needed_by: str) -> Checkpoint:
+    """The description of a checkpoint with a tokenizer, which `needed_by` need; InputError for one that has none, for
+    an unknown --impl, and for any --impl of a Hugging Face directory."""
+    found = describe(path)
+    if found.tokenizer is None:
+        raise InputError(f"{path} has no tokenizer.json; {needed_by} need one")
+    if impl is not None and not found.native:
+        raise InputError(f"--impl is {impl!r}, but {path} is no native checkpoint; leave it out")
+    if impl is not None:
+        models.load(path, device="meta", impl=impl)  # refuses an unknown one
+    return found
+
+
+def working_dtype(checkpoint: Checkpoint, asked: str | None, on_gpu: bool) -> str:
+    """The dtype asked for, else float32 on a CPU and the stored one on a GPU; InputError if that has no name here."""
+    name = asked or (checkpoint.stored_dtype if on_gpu else "float32")
+    if name is None or name not in DTYPES:
+        raise InputError(f"{checkpoint.path}: its config.json names dtype {name!r}; choose one with --dtype")
+    return name
+
+
 def torch_device(name: str) -> torch.device:
     """The device of that name; InputError unless it is the CPU or a visible GPU."""
     try:

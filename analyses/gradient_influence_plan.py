@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 import models
 from analyses import gradient_influence_measures as measures
 from analyses import provenance, texts
-from analyses.checkpoints import DTYPES, Checkpoint, batches, describe, named, torch_device
+from analyses.checkpoints import DTYPES, Checkpoint, batches, named, torch_device, usable, working_dtype
 from analyses.gradient_influence import CPU_LENGTH, CPU_TEXTS, MINIATURE_WINDOWS, N_TARGETS, PAPER_WINDOWS, Config
 from analyses.influence_curve import bin_means, log_bins
 from analyses.result import Dataset, Variable
@@ -53,8 +52,8 @@ class Plan:
             raise InputError(f"--dtype is {config.dtype!r}; expected float32, bfloat16 or float16")
         self.score: Score = config.resolved("score") or "log_prob"
         self.n_targets = config.resolved("n_targets") or N_TARGETS
-        self.checkpoints = {name: self._checkpoint(path) for name, path in named(config.paths).items()}
-        self.dtypes = {name: self._dtype(checkpoint) for name, checkpoint in self.checkpoints.items()}
+        self.checkpoints = {name: usable(path, config.impl, "texts") for name, path in named(config.paths).items()}
+        self.dtypes = {name: working_dtype(c, config.dtype, self.on_gpu) for name, c in self.checkpoints.items()}
         self.lengths = {name: self._length(checkpoint) for name, checkpoint in self.checkpoints.items()}
         read = texts.read_texts(config.texts)
         count = config.resolved("max_texts") or (None if self.on_gpu else CPU_TEXTS)
@@ -62,22 +61,6 @@ class Plan:
         self.marked = {name: self._marked(name) for name in self.checkpoints}
         self._loaded: tuple[tuple[str, str], Any] | None = None
         self.loaded_kinds: dict[str, list[str]] = {}  # of Hugging Face models, from the units that loaded them
-
-    def _checkpoint(self, path: Path) -> Checkpoint:
-        found = describe(path)
-        if found.tokenizer is None:
-            raise InputError(f"{path} has no tokenizer.json; texts need one")
-        if self.config.impl is not None and not found.native:
-            raise InputError(f"--impl is {self.config.impl!r}, but {path} is no native checkpoint; leave it out")
-        if self.config.impl is not None:
-            models.load(path, device="meta", impl=self.config.impl)  # refuses an unknown one
-        return found
-
-    def _dtype(self, checkpoint: Checkpoint) -> str:
-        name = self.config.dtype or (checkpoint.stored_dtype if self.on_gpu else "float32")
-        if name is None or name not in DTYPES:
-            raise InputError(f"{checkpoint.path}: its config.json names dtype {name!r}; choose one with --dtype")
-        return name
 
     def _length(self, checkpoint: Checkpoint) -> int:
         length = self.config.resolved("length")

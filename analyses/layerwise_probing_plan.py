@@ -13,7 +13,7 @@ import torch
 import models
 from analyses import layerwise_probing as study
 from analyses import provenance, texts
-from analyses.checkpoints import DTYPES, Checkpoint, batches, describe, named, torch_device
+from analyses.checkpoints import DTYPES, Checkpoint, batches, named, torch_device, usable, working_dtype
 from analyses.features import extract, mean_embedding
 from analyses.layerwise_probing_results import RANDOM_WEIGHTS, SHUFFLED_LABELS, TRAINED, to_dataset
 from analyses.probing_prompts import ProbingPrompts, depth_bins
@@ -80,8 +80,8 @@ class Plan:
         if config.texts is not None and "essay" not in self.haystacks:
             raise InputError(f"--texts is given, but --haystack is {' '.join(self.haystacks)}; add essay")
         self.documents = {t.name: t.content for t in texts.read_texts(config.texts)} if config.texts else None
-        self.checkpoints = {name: self._checkpoint(path) for name, path in named(config.paths).items()}
-        self.dtypes = {name: self._dtype(checkpoint) for name, checkpoint in self.checkpoints.items()}
+        self.checkpoints = {name: usable(path, config.impl, "prompts") for name, path in named(config.paths).items()}
+        self.dtypes = {name: working_dtype(c, config.dtype, self.on_gpu) for name, c in self.checkpoints.items()}
         self.lengths = {name: self._length(checkpoint) for name, checkpoint in self.checkpoints.items()}
         self._made: dict[tuple[str, str, int], ProbingPrompts] = {}
         self.prompts = {(n, h): self._prompts(n, h) for n in self.checkpoints for h in self.all_haystacks}
@@ -91,22 +91,6 @@ class Plan:
     @property
     def all_haystacks(self) -> list[str]:
         return [*self.haystacks, study.NULL] if study.NULL in self.config.controls else self.haystacks
-
-    def _checkpoint(self, path: Any) -> Checkpoint:
-        found = describe(path)
-        if found.tokenizer is None:
-            raise InputError(f"{path} has no tokenizer.json; prompts need one")
-        if self.config.impl is not None and not found.native:
-            raise InputError(f"--impl is {self.config.impl!r}, but {path} is no native checkpoint; leave it out")
-        if self.config.impl is not None:
-            models.load(path, device="meta", impl=self.config.impl)  # refuses an unknown one
-        return found
-
-    def _dtype(self, checkpoint: Checkpoint) -> str:
-        name = self.config.dtype or (checkpoint.stored_dtype if self.on_gpu else "float32")
-        if name is None or name not in DTYPES:
-            raise InputError(f"{checkpoint.path}: its config.json names dtype {name!r}; choose one with --dtype")
-        return name
 
     def _length(self, checkpoint: Checkpoint) -> int:
         context = checkpoint.context
