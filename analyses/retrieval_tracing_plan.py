@@ -83,7 +83,12 @@ class Plan:
         path = run.described.path
         if self.config.impl is not None:
             models.load(path, device="meta", impl=self.config.impl)  # refuses an unknown one
-        if not heads_of(self.layers(name)):
+        heads = len(heads_of(self.layers(name)))
+        if self.config.top is not None and self.config.top > heads > 0:
+            raise InputError(
+                f"--top is {self.config.top}, but {path} has {heads} softmax heads; ask for no more than that"
+            )
+        if not heads:
             kinds = ", ".join(dict.fromkeys(layer.kind for layer in self.layers(name)))
             raise InputError(f"{path} has no softmax attention (its layers: {kinds}); there is no head to choose")
         if self.config.prompts is None and run.described.tokenizer is None:

@@ -76,6 +76,7 @@ BAD = [
     (["@nowhere"], r"nowhere: no such directory"),
     (["@empty"], r"empty holds no checkpoint"),
     ([], r"no run given"),
+    (["@run", "--top", "999"], r"--top is 999, but .* has \d+ softmax heads"),
     (["@hf"], r"hf is a Hugging Face checkpoint; heads can be traced and ablated in native ones only"),
     (["@mute"], r"mute has no tokenizer\.json; needle prompts need one, or give --prompts"),
     (["@half"], r"half/step_2/model\.safetensors .* is not a readable safetensors file"),
