@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.gated_delta_rule import triton_launch, triton_layout
@@ -45,8 +46,24 @@ def _check(query: Tensor, value: Tensor, dtypes: dict[str, torch.dtype], chunk_s
         )
 
 
-def _unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+def _readable(x: Tensor) -> Tensor:
+    """`x`, or a copy of it that the kernels can read.
+
+    16-bit rows have to begin at multiples of 16 elements, where Triton sees it: a tile that it loads element by element
+    and multiplies on Hopper's tensor cores is stored to the wrong places of shared memory by Triton 3.6 (K = 33, 100 or
+    104 gave wrong gradients or an illegal address; 48, 112 and 128 did not).
+    """
+    whole = 16 if x.element_size() == 2 else 1
+    unit = x.stride(-1) == 1 or x.shape[-1] == 1
+    if unit and not any(step % whole for step in x.stride()[:-1]) and x.data_ptr() % 16 == 0:
+        return x
+    return x.new_empty(x.shape).copy_(x)
+
+
+def _widened(x: Tensor, dims: int = 1) -> Tensor:
+    """Zeros after the last `dims` dimensions up to multiples of 16: they add nothing to any product."""
+    missing = [-x.shape[-1 - i] % 16 for i in range(dims)]
+    return F.pad(x, [n for count in missing for n in (0, count)]) if any(missing) else x
 
 
 @torch.library.custom_op("hybridscope::gated_delta_rule_forward", mutates_args=())
@@ -56,7 +73,7 @@ def _forward(
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
 ]:  # fmt: skip
-    query, key, value = (_unit_stride(x) for x in (query, key, value))
+    query, key, value = (_readable(x) for x in (query, key, value))
     p = triton_launch.problem(query, key, value, log_decay, beta, bounds, window, scale, Tiles(*sizes))
     with _device(value):
         out, state, saved = triton_launch.forward(p, None if initial is None else initial.contiguous())
@@ -100,7 +117,7 @@ def _backward(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, saved: list[Tensor],
     has_initial: bool, dout: Tensor, dstate: Tensor, bounds: list[int], window: int, scale: float, sizes: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    query, key, value, dout = (_unit_stride(x) for x in (query, key, value, dout))
+    query, key, value, dout = (_readable(x) for x in (query, key, value, dout))
     p = triton_launch.problem(query, key, value, log_decay, beta, bounds, window, scale, Tiles(*sizes))
     with _device(value):
         d = triton_launch.backward(p, triton_launch.Saved(*saved), has_initial, dout, dstate.contiguous())
@@ -158,17 +175,21 @@ def gated_delta_rule_triton(
     window = 0 if window is None or window >= longest else window
     # mixed operands meet in the widest of their dtypes; out still comes back in value's
     dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
-    sizes = sizes or triton_layout.tiles(dtype, query.shape[-1], value.shape[-1], window > 0, chunk_size)
+    key_width, value_width = query.shape[-1], value.shape[-1]
+    inputs = [x.to(dtype) for x in (query, key, value)]
+    initial = None if initial_state is None else initial_state.float()
+    if dtype != torch.float32:
+        inputs = [_widened(x) for x in inputs]
+        initial = None if initial is None else _widened(initial, 2)
+    sizes = sizes or triton_layout.tiles(dtype, inputs[0].shape[-1], inputs[2].shape[-1], window > 0, chunk_size)
     out, state, *_ = _forward(
-        query.to(dtype),
-        key.to(dtype),
-        value.to(dtype),
+        *inputs,
         log_decay.float(),
         beta.float(),
-        None if initial_state is None else initial_state.float(),
+        initial,
         bounds or [],
         window,
         float(scale),
         list(sizes),
     )
-    return RecurrentOutput(out.to(value.dtype), state)
+    return RecurrentOutput(out[..., :value_width].to(value.dtype), state[..., :key_width, :value_width])

@@ -85,6 +85,13 @@ def gradients(outs, x):
     return dict(zip(x, torch.autograd.grad(total, list(x.values()), allow_unused=True), strict=True))
 
 
+def cancelled(p):
+    """How much an error of d_out . out counts in a gradient p (d_out . v - d_out . out), at most: with one visible key
+    and a sink that is p (1 - p), so a rounding of `out` to 16 bits, as every flash kernel keeps it, is seen p / (1 - p)
+    times as large."""
+    return (p / (1 - p)).max().item()
+
+
 def check_gradients(ours, law, tolerance):
     """A gradient that is zero but for rounding is held against the largest of the others."""
     largest = max(y.abs().max().item() for y in law.values())
@@ -118,12 +125,16 @@ def test_attention_is_the_loop(t, s, h, g, k, v, bands, sinks, dtype):
     law = leaves(x, torch.float64)
     expected = attention(**law, bands=bands, impl="naive")
     law_gradients = gradients([expected], law)
+    tolerance = GRADIENT[dtype]
+    if t == 1 and sinks and dtype != torch.float32:
+        p = probabilities(law["query"], law["key"], bands, sink_logits=law["sink_logits"])
+        tolerance = max(tolerance, torch.finfo(dtype).eps / 2 * cancelled(p))
     for impl in ("triton", "torch") if sinks else ("triton",):  # torch without sinks: test_attention_op.py
         ours = leaves(x)
         out = attention(**ours, bands=bands, impl=impl)
         assert out.dtype == dtype
         assert relative(out, expected) <= FORWARD[dtype]
-        check_gradients(gradients([out], ours), law_gradients, GRADIENT[dtype])
+        check_gradients(gradients([out], ours), law_gradients, tolerance)
 
 
 STATISTIC_CASES = [SMALL[i] for i in (0, 1, 3, 5, 6)] + [
@@ -139,8 +150,17 @@ def test_statistics_are_the_loop(t, s, h, g, k, v, bands, sinks, dtype):
     law = leaves(x, torch.float64)
     expected = attention_statistics(**law, bands=bands, spans=spans, impl="naive")
     names = [name for name in ("out", *STATISTICS) if getattr(expected, name) is not None]
-    law_gradients = gradients([getattr(expected, name) for name in names], law)
     p = probabilities(**{n: y for n, y in law.items() if n != "value"}, bands=bands)
+    # of thousands of rows one may have its two largest scores closer than float32 can tell; which of the two keys gets
+    # the largest score's gradient is open then
+    top = p.detach().log().topk(min(2, s), -1).values
+    told_apart = torch.ones_like(expected.max) if s == 1 else (top[..., 0] - top[..., 1] > 1e-5).to(expected.max)
+
+    def outputs(result):
+        found = {name: getattr(result, name) for name in names}
+        return list((found | {"max": found["max"] * told_apart.to(found["max"])}).values())
+
+    law_gradients = gradients(outputs(expected), law)
     assert relative(expected.entropy, torch.special.entr(p).sum(-1)) <= 1e-12 or t == 1
     for i, (first, stop) in enumerate(spans[0].tolist()):
         assert relative(expected.mass[..., i], p[..., first:stop].sum(-1)) <= 1e-12
@@ -152,11 +172,9 @@ def test_statistics_are_the_loop(t, s, h, g, k, v, bands, sinks, dtype):
         for name in names[1:]:
             assert getattr(result, name).dtype == torch.float32
             assert relative(getattr(result, name), getattr(expected, name)) <= 1e-5, (impl, name)
-        # of thousands of rows one may have its two largest scores closer than float32 can tell
-        assert (result.argmax != expected.argmax).double().mean() <= 1e-3
+        assert torch.equal(result.argmax[told_apart > 0], expected.argmax[told_apart > 0])
         assert torch.equal(result.visible, expected.visible)
-        mixed = gradients([getattr(result, name) for name in names], ours)
-        check_gradients(mixed, law_gradients, GRADIENT[dtype])
+        check_gradients(gradients(outputs(result), ours), law_gradients, GRADIENT[dtype])
 
 
 @pytest.mark.parametrize("name", STATISTICS)
