@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class PretrainConfig:
     """Of the weights, the data order and the needles."""
     device: str | None = None
     """cuda, cpu; default: CUDA if there is one."""
+    impl: Literal["triton", "torch"] | None = None
+    """Who computes the mixers; default: Triton on CUDA, torch elsewhere."""
     compile: bool | None = None
     """torch.compile the blocks; default: on CUDA only."""
     log_every: int = 20

@@ -65,7 +65,7 @@ class Run:
         self.tokens_per_step = config.batch_size * self.context
         self.steps = max(1, round(token_count(config.tokens) / self.tokens_per_step))
         torch.manual_seed(config.seed)
-        self.model = HybridLM(shape).to(self.device).train()
+        self.model = HybridLM(shape, config.impl).to(self.device).train()
         self.model.tokenizer = tokenizer
         self.optimizer = _adamw(self.model, config)
         self._claim_folder()
@@ -74,7 +74,13 @@ class Run:
 
     def _claim_folder(self) -> None:
         description = json.loads(json.dumps(dataclasses.asdict(self.config), default=str))
-        for field in ("out", "corpus", "device", "compile"):  # where and on what it runs does not change what it is
+        for field in (
+            "out",
+            "corpus",
+            "device",
+            "impl",
+            "compile",
+        ):  # where and on what it runs does not change what it is
             description.pop(field)
         path = self.config.out / RUN
         if path.exists():

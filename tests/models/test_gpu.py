@@ -15,9 +15,9 @@ ARCHITECTURES = ["full", "swa-32", "swa-512", "swa-32-nope", "lightning", "mamba
 RESTRICTED = {"free": None, "full": ("full", 100, 4), "efficient": ("efficient", 37, 0)}
 
 
-def build(architecture):
+def build(architecture, impl=None):
     torch.manual_seed(0)
-    model = HybridLM(preset("mini", architecture)).eval()
+    model = HybridLM(preset("mini", architecture), impl).eval()
     with torch.no_grad():
         for block in model.blocks:
             for parameter in block.parameters():
@@ -56,6 +56,24 @@ def test_cuda_equals_cpu(architecture, restriction):
     logits_half, gradient_half = run(model.bfloat16(), ids.cuda(), RESTRICTED[restriction])
     assert relative(logits_half, logits) < 8e-2  # eight layers of bf16 roundings
     assert torch.isfinite(gradient_half).all()
+
+
+@pytest.mark.parametrize("restriction", RESTRICTED)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_triton_equals_torch(architecture, restriction):
+    """Logits and gradients of the embeddings, the model in float32 and in bfloat16."""
+    if restriction == "efficient" and architecture == "full":
+        pytest.skip("full has no efficient layers")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 2e-2)):
+        found = {}
+        for impl in ("triton", "torch"):
+            model, ids = build(architecture, impl)
+            model = model.to("cuda", dtype)
+            assert {mixer.impl for layer in model.layers for mixer in layer.mixers} == {impl}
+            found[impl] = run(model, ids.cuda(), RESTRICTED[restriction])
+        for ours, theirs in zip(found["triton"], found["torch"], strict=True):
+            assert relative(ours, theirs) < tolerance
 
 
 @pytest.mark.parametrize("architecture", ["swa-32", "swa-512", "gdn", "mamba2", "lightning"])
