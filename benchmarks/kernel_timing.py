@@ -87,3 +87,18 @@ def ratio(ours: float | str, peer: float | str | None) -> float | None:
 
 def show(row: Row) -> None:
     print(" | ".join(f"{x:.3f}" if isinstance(x, float) else str(x) for x in row.values()), flush=True)
+
+
+def print_kernel_times(run: Callable[[], object]) -> None:
+    """Microseconds by kernel, mean of ten runs, the longest first."""
+    from torch.profiler import ProfilerActivity, profile
+
+    run()
+    with profile(activities=[ProfilerActivity.CUDA]) as record:
+        for _ in range(10):
+            run()
+        torch.cuda.synchronize()
+    times = {event.key[:60]: event.device_time_total / 10 for event in record.key_averages()}
+    for name, microseconds in sorted(times.items(), key=lambda item: -item[1]):
+        if microseconds:
+            print(f"    {microseconds:8.1f} us  {name}", flush=True)

@@ -1,12 +1,13 @@
 """Cases of benchmarks/kernels.py: gated_delta_rule beside flash-linear-attention."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.kernel_timing import Row, copy_bandwidth, matmul_rate, ratio, timed
+from benchmarks.kernel_timing import Row, copy_bandwidth, matmul_rate, print_kernel_times, ratio, timed
 from kernels.gated_delta_rule.triton_form import gated_delta_rule_triton
 from kernels.gated_delta_rule.triton_layout import Tiles, candidates
 
@@ -91,18 +92,6 @@ def rows(quick: bool) -> Iterator[Row]:
         torch.cuda.empty_cache()
 
 
-def kernel_times(run: Callable[[], object]) -> dict[str, float]:
-    """Microseconds by kernel name, mean of ten runs."""
-    from torch.profiler import ProfilerActivity, profile
-
-    run()
-    with profile(activities=[ProfilerActivity.CUDA]) as record:
-        for _ in range(10):
-            run()
-        torch.cuda.synchronize()
-    return {event.key[:60]: event.device_time_total / 10 for event in record.key_averages() if event.device_time_total}
-
-
 def tune() -> None:
     """Every configuration: forward and backward, and for the first one the time of each kernel."""
     for *size, _ in (SHAPES[0], SHAPES[1]):
@@ -115,15 +104,10 @@ def tune() -> None:
                 times = (ours(tensors, window, direction, sizes) for direction in ("forward", "backward"))
                 shown = (f"{x:.3f}" if isinstance(x, float) else x for x in times)
                 print(shape, window, changed or "in use", *shown, flush=True)
-            print_kernel_times(tensors, window)
+            leaves = leaves_of(tensors)
+            print_kernel_times(partial(both_ways, leaves, window))
 
 
-def print_kernel_times(tensors: dict[str, Tensor], window: int | None) -> None:
-    leaves = leaves_of(tensors)
-
-    def both() -> object:
-        out = gated_delta_rule_triton(*leaves, None, window, 0.1).out
-        return torch.autograd.grad(out, leaves, out.detach())
-
-    for name, time in sorted(kernel_times(both).items(), key=lambda item: -item[1]):
-        print(f"    {time:8.1f} us  {name}", flush=True)
+def both_ways(leaves: list[Tensor], window: int | None) -> object:
+    out = gated_delta_rule_triton(*leaves, None, window, 0.1).out
+    return torch.autograd.grad(out, leaves, out.detach())

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.kernel_timing import Row, copy_bandwidth, ratio, timed
+from benchmarks.kernel_timing import Row, copy_bandwidth, print_kernel_times, ratio, timed
 from kernels.linear_decay import linear_decay
 from kernels.linear_decay.triton_form import configs, linear_decay_triton
 
@@ -108,6 +108,7 @@ def tune() -> None:
     for shape, window in itertools.product((SHAPES[0], SHAPES[2], SHAPES[5]), (None, 128, 1024)):
         tensors = operands(shape)
         print(shape, "window", window)
+        print_kernel_times(partial(both_ways, tensors, window))
         for config, fill in itertools.product(configs(torch.bfloat16), (2,) if window else (2, 3, 4)):
             call = partial(ours, window=window, config=config._replace(fill=fill))
             times = (
@@ -117,3 +118,9 @@ def tune() -> None:
             )
             shown = (f"{x:.3f}" if isinstance(x, float) else x for x in times)
             print(f"  {tuple(config._replace(fill=fill))!s:60}", *shown, flush=True)
+
+
+def both_ways(tensors, window) -> object:
+    leaves = {n: x.detach().requires_grad_() for n, x in tensors.items()}
+    out = ours(leaves, window)
+    return torch.autograd.grad(out, list(leaves.values()), out.detach())

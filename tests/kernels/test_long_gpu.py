@@ -17,7 +17,7 @@ FORMS = {
     "gated_delta_rule": lambda x: gated_delta_rule(**x, impl="triton").out,
     "gated_delta_rule, window": lambda x: gated_delta_rule(**x, window=5000, impl="triton").out,
     "attention": lambda x: attention(**x, impl="triton"),
-    "attention, window": lambda x: attention(**x, bands=(Band(1024, 4),), impl="triton"),
+    "attention, window": lambda x: attention(**x, bands=(Band(1024, 0),), impl="triton"),
     "short_conv": lambda x: short_conv(**x, activation="silu", impl="triton").out,
 }
 
