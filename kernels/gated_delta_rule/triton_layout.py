@@ -62,7 +62,8 @@ def tiles(dtype: torch.dtype, key_width: int, value_width: int, windowed: bool =
         columns=min(16 if wide else 32 if key_width > 64 or windowed else 64, power_of_two(value_width)),
         solve_precision=3,
         solve_warps=2,
-        # never 8 warps in the scans: Triton 3.6 then lets keys of 128 read beyond shared memory
+        # Never 8 warps and never a single stage in the scans: Triton 3.6 then lets keys of 128 read beyond shared
+        # memory. Both ways it stores a tile from registers where asynchronous copies would have filled it.
         gradient_columns=32,
         gradient_keys=32,
         gradient_warps=8,
@@ -81,7 +82,7 @@ def candidates(dtype: torch.dtype, key_width: int, value_width: int, windowed: b
             {"columns": 16},
             {"columns": 32},
             {"columns": 64},
-            {"scan_stages": 1, "reverse_stages": 1, "gradient_stages": 2},
+            {"gradient_stages": 2},
             {"scan_stages": 3, "reverse_stages": 3, "tail_warps": 8},
             {"gradient_warps": 4, "solve_warps": 4},
             {"gradient_columns": 64, "gradient_keys": 64, "solve_warps": 8, "link_warps": 4},

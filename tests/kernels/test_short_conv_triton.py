@@ -68,11 +68,10 @@ def test_outputs_and_gradients(activation, batch, tokens, channels, width, bias,
     compare(operands(batch, tokens, channels, width, bias=bias, initial=initial), activation=activation)
 
 
-@pytest.mark.parametrize("repeat", [1, 3])
+@pytest.mark.parametrize("shortest", [1, 16])
 @pytest.mark.parametrize(("width", "initial"), [(4, 4), (3, 0)])
-def test_no_tap_reaches_over_a_boundary(width, initial, repeat, monkeypatch):
-    monkeypatch.setattr(triton_form, "REPEAT", repeat)
-    monkeypatch.setattr(triton_form, "FEW", 0)
+def test_no_tap_reaches_over_a_boundary(width, initial, shortest, monkeypatch):
+    monkeypatch.setattr(triton_form, "SHORTEST", shortest)
     compare(operands(1, 61, 5, width, initial=initial), activation="silu", cu_seqlens=PACKED)
 
 
@@ -193,7 +192,7 @@ class TestOnGPU:
         leaves = [x.requires_grad_() for x in tensors.values()]
         results = []
         for config in (configs()[index], None):
-            out = short_conv_triton(*leaves, "silu", None, None, config)
+            out, _ = short_conv_triton(*leaves, "silu", None, None, config)
             gradients = torch.autograd.grad(out.float().square().sum(), leaves)
             results.append([out, *gradients])
         exact = [x.detach().double().cpu().requires_grad_() for x in leaves]
@@ -213,6 +212,6 @@ class TestOnGPU:
         leaves = [x.to(DEVICE, dtype).requires_grad_() for x in operands(2, 9000, 300, 4, dtype=dtype).values()]
         runs = []
         for _ in range(2):
-            out = short_conv_triton(*leaves, "silu", None)
+            out, _ = short_conv_triton(*leaves, "silu", None)
             runs.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
         assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True))

@@ -9,6 +9,7 @@ import hooks
 from kernels import operands
 from models.hybrid_lm import HybridLM
 from models.presets import preset
+from models.pretrain.train import COMPILE_OPTIONS
 
 pytestmark = pytest.mark.gpu
 ARCHITECTURES = ["full", "swa-32", "swa-512", "swa-32-nope", "lightning", "mamba2", "gdn"]
@@ -83,7 +84,7 @@ def test_compiled_blocks_equal_eager_ones(architecture):
     model, ids = model.cuda(), ids.cuda()
     logits, gradient = run(model, ids, None)
     for block in model.blocks:
-        block.compile()
+        block.compile(options=COMPILE_OPTIONS)
     compiled, gradient_compiled = run(model, ids, None)
     assert relative(compiled, logits) < 1e-4
     assert relative(gradient_compiled, gradient) < 1e-4
