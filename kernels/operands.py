@@ -15,13 +15,9 @@ Impl = Literal["triton", "torch", "naive"]
 IMPLS: tuple[str, ...] = get_args(Impl)
 
 
-# The Triton forms become the default on CUDA when every test of theirs has passed there; see LOG.md.
-PROVEN_ON_CUDA = False
-
-
 def default_impl(device: torch.device, dtype: torch.dtype) -> Impl:
-    """What impl=None means: torch, and on CUDA triton once it is proven there (float64, which it refuses, excepted)."""
-    return "triton" if PROVEN_ON_CUDA and device.type == "cuda" and dtype != torch.float64 else "torch"
+    """What impl=None means: triton on CUDA, but for float64, which it refuses; torch elsewhere."""
+    return "triton" if device.type == "cuda" and dtype != torch.float64 else "torch"
 
 
 class RecurrentOutput(NamedTuple):

@@ -73,7 +73,7 @@ def choose(dtype: torch.dtype, width_k: int, width_v: int) -> Config:
     k, v = (min(128, max(32, _power(width))) for width in (width_k, width_v))
     small = max(k, v) <= 64
     return Config(
-        64, k, min(v, 64) if k == 128 else v, 4 if small else 8, 3, k, v, 4 if max(k, v) <= 32 else 8, 2
+        64, k, min(v, 64) if k == 128 else v, 4 if small else 8, 3, k, v, 4 if small else 8, 2
     )  # fmt: skip
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import hooks
-from kernels import operands
 from models.hybrid_lm import HybridLM
 from models.presets import preset
 from models.pretrain.train import COMPILE_OPTIONS
@@ -54,8 +53,10 @@ def test_cuda_equals_cpu(architecture, restriction):
     logits_gpu, gradient_gpu = run(model.cuda(), ids.cuda(), RESTRICTED[restriction])
     assert relative(logits_gpu, logits) < 1e-4
     assert relative(gradient_gpu, gradient) < 1e-4
-    logits_half, gradient_half = run(model.bfloat16(), ids.cuda(), RESTRICTED[restriction])
-    assert relative(logits_half, logits) < 8e-2  # eight layers of bf16 roundings
+    model, ids = build(architecture, larger=1.0)  # eight layers of bf16 roundings under larger weights are no measure
+    logits, _ = run(model, ids, RESTRICTED[restriction])
+    logits_half, gradient_half = run(model.to("cuda", torch.bfloat16), ids.cuda(), RESTRICTED[restriction])
+    assert relative(logits_half, logits) < 3e-2
     assert torch.isfinite(gradient_half).all()
 
 
@@ -90,8 +91,7 @@ def test_compiled_blocks_equal_eager_ones(architecture):
     assert relative(gradient_compiled, gradient) < 1e-4
 
 
-def test_impl_follows_the_model(monkeypatch):
-    monkeypatch.setattr(operands, "PROVEN_ON_CUDA", True)
+def test_impl_follows_the_model():
     model, _ = build("gdn")
 
     def in_use():
