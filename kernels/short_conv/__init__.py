@@ -4,7 +4,6 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -59,8 +58,7 @@ def short_conv(
     if impl == "triton":
         from kernels.short_conv.triton_form import short_conv_triton
 
-        out = short_conv_triton(x, weight, bias, activation, initial, cu_seqlens)
-        return ShortConvOutput(out, _tail(x, initial, width, bounds))
+        return ShortConvOutput(*short_conv_triton(x, weight, bias, activation, initial, cu_seqlens))
     form = short_conv_naive if impl == "naive" else short_conv_torch
     if bounds is None:
         return ShortConvOutput(*form(x, weight, bias, activation, initial))
@@ -69,18 +67,3 @@ def short_conv(
         before = None if initial is None else initial[n : n + 1]
         pieces.append(form(x[:, start:end], weight, bias, activation, before))
     return ShortConvOutput(torch.cat([out for out, _ in pieces], 1), torch.cat([tail for _, tail in pieces]))
-
-
-def _tail(x: Tensor, initial: Tensor | None, width: int, bounds: list[int] | None) -> Tensor:
-    """The last W - 1 inputs of every sequence, copied: a view would keep all of x."""
-    if bounds is not None:
-        pieces = [x[:, max(a, b - width + 1) : b] for a, b in pairwise(bounds)]
-        states = [None if initial is None else initial[n : n + 1] for n in range(len(pieces))]
-        return torch.cat([_tail(p, s, width, None) for p, s in zip(pieces, states, strict=True)])
-    last, missing = x[:, max(0, x.shape[1] - width + 1) :], width - 1 - x.shape[1]
-    if width == 1:
-        return x[:, :0]
-    if missing <= 0:
-        return last.clone()
-    before = F.pad(last[:, :0], (0, 0, missing, 0)) if initial is None else initial[:, -missing:].to(x.dtype)
-    return torch.cat([before, last], 1)

@@ -1,235 +1,80 @@
 """short_conv on a GPU: one pass over x forwards, one over x and d out backwards, for any number of taps.
 
-    y_t = bias + sum over i of weight[:, i] * x_{t - W + 1 + i}        out_t = y_t or y_t * sigmoid(y_t)
-
-    d y_t = d out_t * (1 or sigma(y_t) (1 + y_t (1 - sigma(y_t))))     y is computed again
-    d x_s = sum over i of weight[:, i] * d y_{s + W - 1 - i}
-    d weight[:, i] = sum over t of d y_t * x_{t - W + 1 + i}           d bias = sum over t of d y_t
-
-Tokens before a sequence are `initial`, or zeros. Programs own tiles of tokens by channels; sums over tokens go through
-one partial sum per program, added up in a fixed order. A tile of the backward pass also computes d y of the W - 1
-tokens behind it, so that nothing is written twice.
+The kernels are in triton_walk.py. Here: how many programs walk how far, the launches, and autograd. Both passes are
+bound by memory (2 and 3 times the bytes of x), so a call costs as much as its launches if the host is slow: one launch
+forwards, tail included; two backwards, the second adding up the programs' parts of d weight in a fixed order.
 """
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from kernels.short_conv.triton_walk import backward_kernel, forward_kernel, initial_kernel, sum_kernel, tail_kernel
 
 OP = "short_conv"
 INTERPRETED = triton.knobs.runtime.interpret  # as the kernels were when they were decorated
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-REPEAT = 16  # tiles of a program of the backward pass
-FEW = 4096  # tokens below which one tile per program is better
-PLAIN = ["tokens", "sequences", "tiles"]
+SHORTEST = 16  # tokens of a run at least: at each of its ends W - 1 rows are read twice
+
+
+class Walk(NamedTuple):
+    """How one kernel walks."""
+
+    channels: int  # of a tile
+    runs: int  # of tokens, side by side in a tile
+    batch: int  # tokens of a run loaded before any of them is used
+    ahead: int  # 1: a batch is loaded, into registers, while the one before is used
+    stages: int  # > 1: that many batches are under way in shared memory; only if batch >= W - 1
+    warps: int
+    registers: int  # of a thread at most; 0: as many as the compiler likes
+    programs: int  # per multiprocessor
 
 
 class Config(NamedTuple):
-    """Tokens and channels of a tile, warps."""
-
-    tokens: int
-    channels: int
-    warps: int
-    back_tokens: int
-    back_channels: int
-    back_warps: int
+    forward: Walk
+    backward: Walk
 
 
-DEFAULT = Config(32, 128, 4, 8, 128, 4)
+# Why these. Compiled for sm_90 at W = 4 with SiLU in bfloat16, an element costs 14.5 instructions forwards and 31
+# backwards: issued without a pause that is about half and three quarters of the time its bytes need, so what is left to
+# choose is how the loads are kept coming. A warp takes 32 threads x 4 channels of one token, 256 bytes in 8-byte loads;
+# 4 tokens are under way per warp. Forwards that is 56 registers a thread: 9 programs of 4 warps per multiprocessor.
+# Backwards taps, sums and windows of 4 channels are 64 registers; the compiler would take 152 and is held to 128, which
+# costs no spills: 4 programs. `programs` is twice what fits, so that every round is a full one, and runs stay long (40
+# and 88 tokens at T 16384, C 2816: 3 of them read twice forwards, 6 of x and 3 of d out backwards).
+NARROW = (
+    Config(Walk(128, 4, 4, 0, 1, 4, 0, 18), Walk(128, 4, 4, 0, 1, 4, 128, 8)),
+    # 16-byte loads, 512 bytes a warp: fewest instructions (13.5 forwards), fewest warps
+    Config(Walk(256, 4, 4, 0, 1, 4, 0, 8), Walk(256, 4, 2, 0, 1, 4, 0, 4)),
+    # 4-byte loads, 128 bytes a warp: most warps
+    Config(Walk(64, 4, 4, 0, 1, 4, 0, 24), Walk(64, 4, 4, 0, 1, 4, 0, 12)),
+    # the next batch on its way in registers
+    Config(Walk(128, 4, 4, 1, 1, 4, 0, 12), Walk(128, 4, 2, 1, 1, 4, 128, 8)),
+    # two more batches on their way through shared memory
+    Config(Walk(128, 4, 4, 0, 3, 4, 0, 16), Walk(128, 4, 4, 0, 3, 4, 128, 8)),
+    # short runs, many programs: more rows read twice, most of them from the caches, and an even end
+    Config(Walk(128, 4, 8, 0, 1, 4, 0, 48), Walk(128, 4, 4, 0, 1, 4, 128, 24)),
+    # long runs, all programs at once
+    Config(Walk(128, 8, 4, 0, 1, 8, 0, 4), Walk(128, 4, 4, 0, 1, 4, 128, 4)),
+)
+# Windows, taps and sums grow with W: fewer channels per thread (96 and 123 registers at W = 8; 96 and 119 at W = 16).
+WIDE = (
+    Config(Walk(128, 4, 4, 0, 1, 4, 0, 10), Walk(64, 4, 4, 0, 1, 4, 0, 8)),
+    # batches on their way through shared memory; in registers
+    Config(Walk(128, 4, 8, 0, 2, 4, 0, 10), Walk(64, 4, 2, 1, 1, 4, 0, 8)),
+    # threads own 2 channels forwards, 4 backwards
+    Config(Walk(64, 4, 4, 0, 1, 4, 0, 18), Walk(128, 4, 2, 0, 1, 4, 0, 4)),
+)
+WIDEST = (Config(Walk(64, 4, 2, 0, 1, 4, 0, 10), Walk(32, 4, 2, 0, 1, 4, 0, 8)),)
 
 
-def configs() -> list[Config]:
-    """Every configuration that may be chosen, and those that were tried beside it."""
-    return [DEFAULT, Config(16, 128, 4, 16, 128, 4), Config(64, 128, 8, 32, 64, 4), Config(16, 256, 4, 16, 256, 8)]
-
-
-@triton.jit
-def bounds(cu_seqlens, at, sequences, tokens, PACKED: tl.constexpr, STEPS: tl.constexpr):
-    """Sequence of each token, its first token and its end."""
-    low = at * 0
-    if PACKED:
-        high = low + sequences
-        for _ in tl.static_range(STEPS):  # bisection: the last sequence that starts at or before the token
-            middle = (low + high) // 2
-            starts = tl.load(cu_seqlens + middle, mask=middle < sequences, other=0).to(tl.int64)
-            later = (starts > at) | (middle >= sequences)
-            high = tl.where(later, middle, high)
-            low = tl.where(later | (high - low <= 1), low, middle)
-        first = tl.load(cu_seqlens + low).to(tl.int64)
-        end = tl.load(cu_seqlens + low + 1).to(tl.int64)
-    else:
-        first = low
-        end = low + tokens
-    return low, first, end
-
-
-@triton.jit
-def inputs(
-    x, initial, at, sequence, first, end, inside, channel, exists, x_t, C,
-    SHIFT: tl.constexpr, W: tl.constexpr, HAS_INITIAL: tl.constexpr,
-):  # fmt: skip
-    """x SHIFT tokens behind tokens `at` of a sequence; before its first token the rows of `initial`, or zeros.
-
-    The mask depends on the place alone: loads of one place for several taps are then one load to the compiler.
-    """
-    source = at + SHIFT
-    real = inside & (source >= first) & (source < end)
-    values = tl.load(x + source[:, None] * x_t + channel[None, :], mask=real[:, None] & exists[None, :], other=0.0)
-    values = values.to(tl.float32)
-    if HAS_INITIAL:
-        row = source - first + (W - 1)
-        early = inside & (source < first) & (row >= 0)
-        place = initial + (sequence * (W - 1) + row)[:, None] * C + channel[None, :]
-        values += tl.load(place, mask=early[:, None] & exists[None, :], other=0.0).to(tl.float32)
-    return values
-
-
-@triton.jit
-def convolved(
-    x, weight, bias, initial, at, sequence, first, end, inside, channel, exists, x_t, C,
-    AHEAD: tl.constexpr, W: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_INITIAL: tl.constexpr, T_TILE: tl.constexpr,
-    C_TILE: tl.constexpr,
-):  # fmt: skip
-    """y AHEAD tokens behind tokens `at`."""
-    y = tl.zeros([T_TILE, C_TILE], tl.float32)
-    for i in tl.static_range(W):
-        tap = tl.load(weight + channel * W + i, mask=exists, other=0.0).to(tl.float32)
-        y += tap[None, :] * inputs(
-            x, initial, at, sequence, first, end, inside, channel, exists, x_t, C, AHEAD + i - (W - 1), W, HAS_INITIAL
-        )
-    if HAS_BIAS:
-        y += tl.load(bias + channel, mask=exists, other=0.0).to(tl.float32)[None, :]
-    return y
-
-
-@triton.jit(do_not_specialize=PLAIN)
-def forward_kernel(
-    x, weight, bias, initial, cu_seqlens, out, x_b, x_t, tokens, sequences, tiles, C,
-    W: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_INITIAL: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr,
-    STEPS: tl.constexpr, T_TILE: tl.constexpr, C_TILE: tl.constexpr,
-):  # fmt: skip
-    c_tiles = tl.cdiv(C, C_TILE)
-    program = tl.program_id(0)
-    channel = (program % c_tiles) * C_TILE + tl.arange(0, C_TILE)
-    exists = channel < C
-    row = (program // (c_tiles * tiles)).to(tl.int64)
-    at = ((program // c_tiles) % tiles).to(tl.int64) * T_TILE + tl.arange(0, T_TILE)
-    inside = at < tokens
-    sequence, first, end = bounds(cu_seqlens, at, sequences, tokens, PACKED, STEPS)
-    sequence = sequence if PACKED else sequence + row
-    y = convolved(
-        x + row * x_b, weight, bias, initial, at, sequence, first, end, inside, channel, exists, x_t, C, 0, W, HAS_BIAS,
-        HAS_INITIAL, T_TILE, C_TILE,
-    )  # fmt: skip
-    if SILU:
-        y *= tl.sigmoid(y)
-    place = out + (row * tokens + at)[:, None] * C + channel[None, :]
-    tl.store(place, y.to(out.dtype.element_ty), mask=inside[:, None] & exists[None, :])
-
-
-@triton.jit
-def d_convolved(
-    x, weight, bias, initial, d_out, at, sequence, first, end, inside, channel, exists, x_t, d_t, C,
-    AHEAD: tl.constexpr, W: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_INITIAL: tl.constexpr, SILU: tl.constexpr,
-    T_TILE: tl.constexpr, C_TILE: tl.constexpr,
-):  # fmt: skip
-    """d y AHEAD tokens behind tokens `at`, zeros outside the sequence."""
-    reader = at + AHEAD
-    real = inside & (reader >= first) & (reader < end)
-    place = d_out + reader[:, None] * d_t + channel[None, :]
-    d_y = tl.load(place, mask=real[:, None] & exists[None, :], other=0.0).to(tl.float32)
-    if SILU:
-        y = convolved(
-            x, weight, bias, initial, at, sequence, first, end, inside, channel, exists, x_t, C, AHEAD, W, HAS_BIAS,
-            HAS_INITIAL, T_TILE, C_TILE,
-        )  # fmt: skip
-        gate = tl.sigmoid(y)
-        d_y *= gate * (1.0 + y * (1.0 - gate))
-    return d_y
-
-
-@triton.jit(do_not_specialize=[*PLAIN, "repeat"])
-def backward_kernel(
-    x, weight, bias, initial, cu_seqlens, d_out, d_x, d_taps, x_b, x_t, d_b, d_t,
-    tokens, sequences, tiles, repeat, C,
-    W: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_INITIAL: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr,
-    STEPS: tl.constexpr, T_TILE: tl.constexpr, C_TILE: tl.constexpr, W_TILE: tl.constexpr, SUMS: tl.constexpr,
-):  # fmt: skip
-    """d x of `repeat` tiles, and their part of d weight and d bias: d_taps [programs over tokens, W + 1, C]."""
-    c_tiles = tl.cdiv(C, C_TILE)
-    program = tl.program_id(0)
-    channel = (program % c_tiles) * C_TILE + tl.arange(0, C_TILE)
-    exists = channel < C
-    over_tokens = (program // c_tiles).to(tl.int64)
-    row = over_tokens // tiles
-    x += row * x_b
-    d_out += row * d_b
-    taps = tl.arange(0, W_TILE)[:, None]
-    sums = tl.zeros([W_TILE, C_TILE], tl.float32)
-    for step in range(0, repeat):
-        at = ((over_tokens % tiles) * repeat + step) * T_TILE + tl.arange(0, T_TILE)
-        inside = at < tokens
-        sequence, first, end = bounds(cu_seqlens, at, sequences, tokens, PACKED, STEPS)
-        sequence = sequence if PACKED else sequence + row
-        gradient = tl.zeros([T_TILE, C_TILE], tl.float32)
-        for i in tl.static_range(W):
-            tap = tl.load(weight + channel * W + i, mask=exists, other=0.0).to(tl.float32)
-            d_y = d_convolved(
-                x, weight, bias, initial, d_out, at, sequence, first, end, inside, channel, exists, x_t, d_t, C,
-                W - 1 - i, W, HAS_BIAS, HAS_INITIAL, SILU, T_TILE, C_TILE,
-            )  # fmt: skip
-            gradient += tap[None, :] * d_y
-        if SUMS:
-            d_here = d_convolved(
-                x, weight, bias, initial, d_out, at, sequence, first, end, inside, channel, exists, x_t, d_t, C, 0, W,
-                HAS_BIAS, HAS_INITIAL, SILU, T_TILE, C_TILE,
-            )  # fmt: skip
-            for i in tl.static_range(W):
-                seen = inputs(
-                    x, initial, at, sequence, first, end, inside, channel, exists, x_t, C, i - (W - 1), W, HAS_INITIAL
-                )
-                sums += tl.where(taps == i, tl.sum(d_here * seen, axis=0)[None, :], 0.0)
-            sums += tl.where(taps == W, tl.sum(d_here, axis=0)[None, :], 0.0)
-        place = d_x + (row * tokens + at)[:, None] * C + channel[None, :]
-        tl.store(place, gradient.to(d_x.dtype.element_ty), mask=inside[:, None] & exists[None, :])
-    if SUMS:
-        place = d_taps + (over_tokens * (W + 1) + taps) * C + channel[None, :]
-        tl.store(place, sums, mask=(taps <= W) & exists[None, :])
-
-
-@triton.jit(do_not_specialize=PLAIN)
-def initial_kernel(
-    x, weight, bias, initial, cu_seqlens, d_out, d_initial, x_b, x_t, d_b, d_t, tokens, sequences, C,
-    W: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr, R_TILE: tl.constexpr,
-    C_TILE: tl.constexpr,
-):  # fmt: skip
-    """d initial [sequences, W - 1, C]: row j is the token W - 1 - j places before the sequence."""
-    c_tiles = tl.cdiv(C, C_TILE)
-    channel = (tl.program_id(0) % c_tiles) * C_TILE + tl.arange(0, C_TILE)
-    exists = channel < C
-    number = (tl.program_id(0) // c_tiles).to(tl.int64)
-    first = number * 0
-    end = first + tokens
-    if PACKED:
-        first = tl.load(cu_seqlens + number).to(tl.int64)
-        end = tl.load(cu_seqlens + number + 1).to(tl.int64)
-    else:
-        x += number * x_b
-        d_out += number * d_b
-    j = tl.arange(0, R_TILE)
-    at = first + j - (W - 1)
-    gradient = tl.zeros([R_TILE, C_TILE], tl.float32)
-    for i in tl.static_range(W):
-        tap = tl.load(weight + channel * W + i, mask=exists, other=0.0).to(tl.float32)
-        d_y = d_convolved(
-            x, weight, bias, initial, d_out, at, number, first, end, j < W - 1, channel, exists, x_t, d_t, C,
-            W - 1 - i, W, HAS_BIAS, True, SILU, R_TILE, C_TILE,
-        )  # fmt: skip
-        gradient += tap[None, :] * d_y
-    place = d_initial + (number * (W - 1) + j)[:, None] * C + channel[None, :]
-    tl.store(place, gradient.to(d_initial.dtype.element_ty), mask=(j < W - 1)[:, None] & exists[None, :])
+def configs(width: int) -> tuple[Config, ...]:
+    """Configurations for `width` taps: first the one that is used, then those to be timed beside it."""
+    return NARROW if width <= 4 else WIDE if width <= 8 else WIDEST
 
 
 def _ceil(a: int, b: int) -> int:
@@ -241,39 +86,65 @@ def _power(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def _strides(x: Tensor) -> tuple[int, int]:
-    return x.stride(0), x.stride(1)
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return 4 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class Launch:
     """Sizes and flags of one call."""
 
-    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, config: list[int]):
-        self.rows, self.tokens, self.channels = x.shape
-        self.width = weight.shape[1]
-        self.packed = cu_seqlens is not None
-        self.sequences = self.rows if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        self.config = Config(*config) if config else DEFAULT
-        self.cu_seqlens = weight if cu_seqlens is None else cu_seqlens
-        self.flags = {"W": self.width, "HAS_BIAS": bias is not None, "PACKED": self.packed}
-        self.steps = self.sequences.bit_length() if self.packed else 0
+    def __init__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, initial: Tensor | None, cu_seqlens: Tensor | None,
+        silu: bool, walk: Walk,
+    ) -> None:  # fmt: skip
+        self.rows, self.tokens, self.channels = rows, tokens, channels = x.shape
+        self.width = width = weight.shape[1]
+        self.walk, packed = walk, cu_seqlens is not None
+        self.sequences = rows if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        self.c_tiles = _ceil(channels, walk.channels)
+        # Programs over the tokens of one row, and tokens of each of their runs, a whole number of batches.
+        parts = max(1, walk.programs * _multiprocessors(x.device) // (rows * self.c_tiles))
+        length = max(SHORTEST, _ceil(tokens, parts * walk.runs))
+        self.length = _ceil(length, walk.batch) * walk.batch
+        self.parts = _ceil(tokens, self.length * walk.runs)
+        self.grid = (rows * self.parts * self.c_tiles,)
+        # Whatever is not there is not read, but something must be passed.
+        self.operands = (
+            x, weight, weight if bias is None else bias, x if initial is None else initial,
+            weight if cu_seqlens is None else cu_seqlens,
+        )  # fmt: skip
+        self.flags: dict[str, Any] = {
+            "W": width, "W_TILE": _power(width), "HAS_BIAS": bias is not None, "SILU": silu, "PACKED": packed,
+        }  # fmt: skip
+
+    def steps(self, initial: Tensor | None) -> dict[str, Any]:
+        """Flags of the kernels that walk along all tokens."""
+        walk, packed = self.walk, self.flags["PACKED"]
+        flags = self.flags | {
+            "HAS_INITIAL": initial is not None, "STEPS": self.sequences.bit_length() if packed else 0,
+            "RUNS": walk.runs, "C_TILE": walk.channels, "BATCH": walk.batch, "AHEAD": walk.ahead,
+            "STAGES": walk.stages, "num_warps": walk.warps,
+        }  # fmt: skip
+        # The cap is right for at most four taps and wide loads of two-byte values; elsewhere threads would spill.
+        if walk.registers and self.width <= 4 and self.channels % 16 == 0 and self.operands[0].element_size() == 2:
+            flags["maxnreg"] = walk.registers
+        return flags
 
 
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, initial: Tensor | None, cu_seqlens: Tensor | None, silu: bool,
     config: list[int],
-) -> Tensor:  # fmt: skip
-    launch = Launch(x, weight, bias, cu_seqlens, config)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    tiles = _ceil(launch.tokens, launch.config.tokens)
-    grid = (launch.rows * tiles * _ceil(launch.channels, launch.config.channels),)
-    forward_kernel[grid](
-        x, weight, weight if bias is None else bias, x if initial is None else initial, launch.cu_seqlens, out,
-        *_strides(x), launch.tokens, launch.sequences, tiles, launch.channels, HAS_INITIAL=initial is not None,
-        SILU=silu, STEPS=launch.steps, T_TILE=launch.config.tokens, C_TILE=launch.config.channels,
-        num_warps=launch.config.warps, **launch.flags,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output and tail."""
+    launch = Launch(x, weight, bias, initial, cu_seqlens, silu, Walk(*config[: len(Walk._fields)]))
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    tail = x.new_empty((launch.sequences, launch.width - 1, launch.channels))
+    forward_kernel[launch.grid](
+        *launch.operands, out, tail, x.stride(0), x.stride(1), launch.tokens, launch.sequences, launch.parts,
+        launch.length, launch.channels, **launch.steps(initial),
     )  # fmt: skip
-    return out
+    return out, tail
 
 
 _forward = torch.library.custom_op("hybridscope::short_conv_forward", forward, mutates_args=())
@@ -281,69 +152,71 @@ _forward = torch.library.custom_op("hybridscope::short_conv_forward", forward, m
 
 @_forward.register_fake
 def _(x, weight, bias, initial, cu_seqlens, silu, config):
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return x.new_empty(x.shape), x.new_empty((sequences, weight.shape[1] - 1, x.shape[2]))
 
 
 def backward(
-    d_out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, initial: Tensor | None, cu_seqlens: Tensor | None,
-    silu: bool, needs: list[bool], config: list[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of x, weight, bias, initial; an empty tensor for those not needed."""
-    launch = Launch(x, weight, bias, cu_seqlens, config)
+    d_out: Tensor | None, d_tail: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None,
+    initial: Tensor | None, cu_seqlens: Tensor | None, silu: bool, needs: list[bool], config: list[int],
+) -> list[Tensor | None]:  # fmt: skip
+    """Gradients of x, weight, bias, initial; None for those not needed."""
+    walk = Walk(*config[len(Walk._fields) :])
+    if cu_seqlens is not None:  # to follow the boundaries takes registers
+        walk = walk._replace(batch=max(1, walk.batch // 2))
+    launch = Launch(x, weight, bias, initial, cu_seqlens, silu, walk)
     need_x, need_weight, need_bias, need_initial = needs
-    size, sums = launch.config, need_weight or need_bias
+    need_initial, sums = need_initial and initial is not None, need_weight or need_bias
+    if d_out is None:
+        d_out = x.new_zeros(()).expand(x.shape)
     if d_out.stride(-1) != 1:
         d_out = d_out.contiguous()
-    # Tiles of more taps hold more of x at once. Several tiles per program keep the partial sums a few per cent of x.
-    tokens = max(1, size.back_tokens * 4 // max(4, _power(launch.width)))
-    repeat = REPEAT if launch.rows * launch.tokens >= FEW else 1
-    tiles, c_tiles = _ceil(launch.tokens, tokens * repeat), _ceil(launch.channels, size.back_channels)
-    operands = (
-        x,
-        weight,
-        weight if bias is None else bias,
-        x if initial is None else initial,
-        launch.cu_seqlens,
-        d_out,
-    )
-    d_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    parts = launch.rows * tiles if sums else 1
-    d_taps = torch.empty(parts, launch.width + 1, launch.channels, dtype=torch.float32, device=x.device)
+    strides = x.stride(0), x.stride(1), d_out.stride(0), d_out.stride(1)
+    d_x = torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else x
+    d_weight = torch.empty_like(weight)
+    d_bias = weight if bias is None else torch.empty_like(bias)
+    d_initial = x if initial is None else torch.empty_like(initial)
     if need_x or sums:
-        backward_kernel[(launch.rows * tiles * c_tiles,)](
-            *operands, d_x, d_taps, *_strides(x), *_strides(d_out), launch.tokens, launch.sequences, tiles,
-            repeat, launch.channels, HAS_INITIAL=initial is not None, SILU=silu, STEPS=launch.steps, T_TILE=tokens,
-            C_TILE=size.back_channels, W_TILE=_power(launch.width + 1), SUMS=sums,
-            num_warps=size.back_warps, **launch.flags,
+        parts = launch.rows * launch.parts
+        size = (parts if sums else 0, launch.width + 1, launch.channels)
+        d_taps = torch.empty(size, dtype=torch.float32, device=x.device)
+        backward_kernel[launch.grid](
+            *launch.operands, d_out, d_x, d_taps, *strides, launch.tokens, launch.sequences, launch.parts,
+            launch.length, launch.channels, D_X=need_x, SUMS=sums, **launch.steps(initial),
         )  # fmt: skip
-    d_initial = None
-    if need_initial and initial is not None:
-        d_initial = torch.empty_like(initial)
-        if launch.width > 1:
-            initial_kernel[(launch.sequences * c_tiles,)](
-                *operands, d_initial, *_strides(x), *_strides(d_out), launch.tokens, launch.sequences, launch.channels,
-                SILU=silu, R_TILE=_power(launch.width - 1), C_TILE=size.back_channels, num_warps=4,
-                **launch.flags,
+        if sums:
+            sum_kernel[((launch.width + 1) * _ceil(launch.channels, 32),)](
+                d_taps, d_weight, d_bias, parts, launch.channels, W=launch.width, HAS_BIAS=bias is not None,
+                P_TILE=64, C_TILE=32, num_warps=4,
             )  # fmt: skip
-    d_weight = d_bias = None
-    if sums:
-        total = d_taps.sum(0)
-        d_weight = torch.empty_like(weight).copy_(total[:-1].T)
-        d_bias = None if bias is None else torch.empty_like(bias).copy_(total[-1])
-    x_, weight_, bias_, initial_ = (
-        x.new_empty(0) if y is None or not needed else y
-        for y, needed in zip((d_x, d_weight, d_bias, d_initial), needs, strict=True)
-    )
-    return x_, weight_, bias_, initial_
+    if need_initial and launch.width > 1:
+        initial_kernel[(launch.c_tiles * _ceil(launch.sequences, launch.walk.runs),)](
+            *launch.operands, d_out, d_initial, *strides, launch.tokens, launch.sequences, launch.channels,
+            RUNS=launch.walk.runs, C_TILE=launch.walk.channels, num_warps=launch.walk.warps, **launch.flags,
+        )  # fmt: skip
+    if d_tail is not None and launch.width > 1 and (need_x or need_initial):
+        tail_kernel[(launch.sequences * _ceil(launch.channels, 128),)](
+            launch.operands[-1], d_tail.contiguous(), d_x, d_initial, launch.tokens, launch.channels, W=launch.width,
+            PACKED=cu_seqlens is not None, D_X=need_x, D_INITIAL=need_initial, C_TILE=128, num_warps=4,
+        )  # fmt: skip
+    return [y if needed else None for y, needed in zip((d_x, d_weight, d_bias, d_initial), needs, strict=True)]
 
 
-_backward = torch.library.custom_op("hybridscope::short_conv_backward", backward, mutates_args=())
+@torch.library.custom_op("hybridscope::short_conv_backward", mutates_args=())
+def _backward(
+    d_out: Tensor | None, d_tail: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None,
+    initial: Tensor | None, cu_seqlens: Tensor | None, silu: bool, needs: list[bool], config: list[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """backward, with an empty tensor for every None: registered operations return tensors only."""
+    results = backward(d_out, d_tail, x, weight, bias, initial, cu_seqlens, silu, needs, config)
+    d_x, d_weight, d_bias, d_initial = (x.new_empty(0) if y is None else y for y in results)
+    return d_x, d_weight, d_bias, d_initial
 
 
 @_backward.register_fake
-def _(d_out, x, weight, bias, initial, cu_seqlens, silu, needs, config):
+def _(d_out, d_tail, x, weight, bias, initial, cu_seqlens, silu, needs, config):
     return tuple(
-        torch.empty(y.shape if needed else 0, dtype=y.dtype if needed else x.dtype, device=x.device)
+        x.new_empty(0) if y is None or not needed else torch.empty_like(y, memory_format=torch.contiguous_format)
         for y, needed in zip((x, weight, bias, initial), needs, strict=True)
     )
 
@@ -352,12 +225,15 @@ def _keep(ctx, inputs, output):
     *tensors, silu, config = inputs
     ctx.save_for_backward(*tensors)
     ctx.options = silu, config
+    ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx, d_out):
+def _gradients(ctx, d_out, d_tail):
     silu, config = ctx.options
+    x, weight, bias, initial, cu_seqlens = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[:4])
-    results = (_backward if _traced(d_out) else backward)(d_out, *ctx.saved_tensors, silu, needs, config)
+    run = _backward if _traced(d_out if d_tail is None else d_tail) else backward
+    results = run(d_out, d_tail, x, weight, bias, initial, cu_seqlens, silu, needs, config)
     return *(y if needed else None for y, needed in zip(results, needs, strict=True)), None, None, None
 
 
@@ -365,11 +241,21 @@ _forward.register_autograd(_gradients, setup_context=_keep)
 
 
 class _Eager(torch.autograd.Function):
-    """The same without the dispatcher, whose Python part costs the host more than the launch."""
+    """The same without the dispatcher, whose Python part costs the host more than the launch.
 
-    forward = staticmethod(forward)
-    setup_context = staticmethod(_keep)
-    backward = staticmethod(_gradients)
+    One forward with the context: a separate setup_context makes torch inspect forward's signature at every call.
+    """
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = forward(*inputs)
+        _keep(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *gradients):
+        return _gradients(ctx, *gradients)
 
 
 def _traced(x: Tensor) -> bool:
@@ -386,7 +272,7 @@ def _refuse(tensors: dict[str, Tensor | None]) -> None:
                 f"{OP}: {name} is {x.dtype} with impl 'triton'; expected bfloat16, float16 or float32. "
                 "Cast it, or use impl='torch'."
             )
-        if x.device.type != "cuda" and not INTERPRETED:
+        if not x.is_cuda and not INTERPRETED:
             raise ValueError(
                 f"{OP}: {name} is on {x.device} with impl 'triton'; expected a CUDA device. "
                 "Move it there, or use impl='torch'."
@@ -401,11 +287,14 @@ def short_conv_triton(
     initial: Tensor | None,
     cu_seqlens: Tensor | None = None,
     config: Config | None = None,
-) -> Tensor:
-    """The output alone; `config` overrides the choice of tiles, for tests and tuning."""
+) -> tuple[Tensor, Tensor]:
+    """Output and tail; `config` overrides the choice of tiles, for tests and tuning."""
     _refuse({"x": x, "weight": weight, "bias": bias, "initial": initial})
     x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
     initial = None if initial is None else initial.to(x.dtype).contiguous()
     bias = None if bias is None else bias.contiguous()
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(x.device).contiguous()
+    walks = config or configs(weight.shape[1])[0]
     run = _forward if _traced(x) else _Eager.apply
-    return run(x, weight.contiguous(), bias, initial, cu_seqlens, activation == "silu", list(config or ()))
+    operands = x, weight.contiguous(), bias, initial, cu_seqlens
+    return run(*operands, activation == "silu", [*walks.forward, *walks.backward])
