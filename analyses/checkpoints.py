@@ -12,6 +12,7 @@ import torch
 import models
 from models.config import FORMAT
 from models.errors import InputError
+from models.gguf_files import gguf_file
 from models.safetensors_files import read_json, scan
 
 DTYPES = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -20,7 +21,7 @@ DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a directory says of itself. `layers` are those of a native checkpoint; of others only the model knows."""
+    """What a directory says of itself, without its weights."""
 
     path: Path
     native: bool
@@ -28,6 +29,7 @@ class Checkpoint:
     tokenizer: Any
     stored_dtype: str | None
     layers: tuple[Any, ...] | None
+    """Of the model on the meta device: kinds, windows and heads; the mixers cannot run."""
 
 
 def named(paths: Sequence[Path]) -> dict[str, Path]:
@@ -46,7 +48,7 @@ def named(paths: Sequence[Path]) -> dict[str, Path]:
 
 def is_native(path: Path) -> bool:
     """Whether the directory was written by models.save; else it is taken for a Hugging Face one."""
-    return read_json(path / "config.json").get("format") == FORMAT
+    return gguf_file(path) is None and read_json(path / "config.json").get("format") == FORMAT
 
 
 def describe(path: Path) -> Checkpoint:
@@ -55,14 +57,25 @@ def describe(path: Path) -> Checkpoint:
         model = models.load(path, device="meta")
         dtype = str(model.dtype).removeprefix("torch.")
         return Checkpoint(path, True, model.config.context_length, model.tokenizer, dtype, model.layers)
-    from models.huggingface_tokenizer import load_tokenizer
+    from models.huggingface.tokenizer import load_tokenizer
 
+    if gguf_file(path) is not None:  # quantised weights, which load as float32 or as asked
+        model = models.load(path, device="meta")
+        return Checkpoint(
+            path,
+            False,
+            getattr(model.config, "max_position_embeddings", None),
+            model.tokenizer,
+            "float32",
+            model.layers,
+        )
     fields = read_json(path / "config.json")
     text = fields.get("text_config") or fields  # of a model with several parts
     scan(path)
     found = [part.get(key) for part in (fields, text) for key in ("dtype", "torch_dtype")]
     stored = next((str(value).removeprefix("torch.") for value in found if value), None)
-    return Checkpoint(path, False, text.get("max_position_embeddings"), load_tokenizer(path), stored, None)
+    layers = models.load(path, device="meta").layers
+    return Checkpoint(path, False, text.get("max_position_embeddings"), load_tokenizer(path), stored, layers)
 
 
 def usable(path: Path, impl: str | None, needed_by: str) -> Checkpoint:

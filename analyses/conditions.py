@@ -9,7 +9,7 @@ from typing import Any
 
 import hooks
 
-RECURRENT = ("lightning", "mamba2", "gdn")
+SOFTMAX = ("full", "swa")
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,9 @@ class Condition:
         paths = self._paths(layers)
         if not paths:
             return f"no {self.group} path" if self.group != "layer" else f"layer {self.layer} has no mixer"
-        if self.sinks and any(path.kind in RECURRENT for path, _ in paths):
+        if refusal := next((mixer.refusal for _, mixer in paths if hasattr(mixer, "refusal")), ""):
+            return refusal
+        if self.sinks and any(path.kind not in SOFTMAX for path, _ in paths):
             return "a recurrent state has no sinks"
         return ""
 

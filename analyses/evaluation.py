@@ -85,14 +85,19 @@ def _check_text(document: EvaluationDocument) -> None:
 
 
 def encode(document: EvaluationDocument, tokenizer: Any) -> Encoded:
-    """The evaluated span in a model's tokenizer; matched tokens as in probes.long_ppl.matched_tokens."""
+    """The evaluated span in a model's tokenizer; matched tokens as in probes.long_ppl.matched_tokens.
+
+    One BOS stands in front if the tokenizer has one (its texts begin with it), and is no token of the span.
+    """
     span = document.text[: document.key_tokens.n_characters]
     ids, offsets = tokenizer.encode_with_offsets(span)
     key = long_ppl.key_positions(offsets, document.key_tokens, span)
     matched = long_ppl.matched_tokens(ids, offsets, document.key_tokens, span)
-    return Encoded(document.name, np.asarray(ids, dtype=np.int64), key[key > 0], matched.matched)
+    bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    key, shift = (key if bos else key[key > 0]), len(bos)
+    return Encoded(document.name, np.asarray([*bos, *ids], dtype=np.int64), key + shift, matched.matched + shift)
 
 
 def prompts(tokenizer: Any, settings: Mapping[str, Any]) -> Sequence[niah.NIAHSample]:
     """Needle prompts for one tokenizer; `settings` are the arguments of probes.niah.build."""
-    return niah.build(tokenizer, **settings)
+    return niah.build(tokenizer, values="numbers", **settings)

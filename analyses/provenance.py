@@ -19,7 +19,9 @@ from models.errors import InputError
 PROJECT = "hybridscope"
 PACKAGES = (PROJECT, "torch", "numpy", "h5py", "transformers", "transformer-lens", "triton")
 RUN_FIELDS = ("out", "overwrite", "debug")  # fields of a Config that do not change the data
-HASHED = ("config.json", "tokenizer.json", "tokenizer_config.json", "*.safetensors", "*.safetensors.index.json")
+HASHED = (
+    "config.json", "tokenizer.json", "tokenizer_config.json", "*.safetensors", "*.safetensors.index.json", "*.gguf",
+)  # fmt: skip
 _file_hashes: dict[tuple[str, int, int], str] = {}
 
 
@@ -103,7 +105,7 @@ def checkpoint_sha256(folder: Path | str) -> str:
     """
     folder = Path(folder)
     names = sorted({path.name for pattern in HASHED for path in folder.glob(pattern) if path.is_file()})
-    if not any(name.endswith(".safetensors") for name in names):
+    if not any(name.endswith((".safetensors", ".gguf")) for name in names):
         found = "no such folder" if not folder.exists() else "a folder without *.safetensors"
         found = "a file" if folder.is_file() else found
         raise InputError(f"{folder}: {found}; give a checkpoint folder with config.json and *.safetensors")

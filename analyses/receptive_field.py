@@ -53,6 +53,9 @@ class Config:
     """Documents, those with the most key tokens; default: 4 on a CPU, all with --grid or on a GPU."""
     prompts: Annotated[int | None, _shown("N")] = None
     """Needle prompts; default: 24 on a CPU, 64 with --grid or on a GPU."""
+    context: Annotated[int | None, _shown("T")] = None
+    """Tokens taken for the training length; default: a native model's own, a Hugging Face model's up to the longest
+    document."""
     prompt_length: Annotated[int | None, _shown("T")] = None
     """Tokens of a needle prompt; default: a quarter of the training length on a CPU, else (--grid, GPU) all."""
     haystack: str = "essay"
@@ -77,7 +80,7 @@ class Config:
             for value in getattr(self, name) or ():
                 if value < 1:
                     raise InputError(f"--{name} has {value}; expected tokens visible, self included: 1 or more")
-        for name in ("documents", "prompts", "prompt_length"):
+        for name in ("documents", "prompts", "prompt_length", "context"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"--{name.replace('_', '-')} is {value}; expected 1 or more")

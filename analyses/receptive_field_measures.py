@@ -92,8 +92,9 @@ def _floor_losses(
         size = max(1, _budget(model) // width)
         for start in range(0, len(tokens), size):
             part = tokens[start : start + size]
-            rows = np.stack([documents[i].ids[p - width : p + 1] for i, p in part])
-            found = token_losses(model, torch.from_numpy(rows).to(model.device), [width])[:, 0].double().cpu().numpy()
+            rows = np.stack([_tail(documents[i].ids[: p + 1], width + 1, model) for i, p in part])
+            batch, last = torch.from_numpy(rows).to(model.device), rows.shape[1] - 1
+            found = token_losses(model, batch, [last])[:, 0].double().cpu().numpy()
             for (index, position), loss in zip(part, found, strict=True):
                 losses[index][position] = loss
     return losses
@@ -120,11 +121,17 @@ def prompt_accuracy(model: Any, condition: Condition, samples: Sequence[NIAHSamp
 
 
 def _floor_accuracy(model: Any, sample: NIAHSample, window: int) -> tuple[bool, float]:
-    ids = torch.from_numpy(sample.input_ids.astype(np.int64))
     width = min(window, sample.answer_span[0])
-    batch = torch.stack([ids[p - width : p] for p in range(*sample.answer_span)])
+    rows = np.stack([_tail(sample.input_ids[:p].astype(np.int64), width, model) for p in range(*sample.answer_span)])
+    batch = torch.from_numpy(rows)
     hidden = model.final_hidden(batch.to(model.device))[:, -1]
     return tuple(accuracy(model.unembed(hidden).argmax(-1).cpu(), sample))  # type: ignore[return-value]
+
+
+def _tail(ids: np.ndarray, count: int, model: Any) -> np.ndarray:
+    """The last `count` tokens, behind the text's BOS if the model's texts begin with one."""
+    tail, bos = ids[-count:], getattr(getattr(model, "tokenizer", None), "bos_id", None)
+    return tail if bos is None or len(tail) == len(ids) else np.concatenate(([bos], tail))
 
 
 @torch.no_grad()

@@ -13,14 +13,12 @@ import torch
 import models
 from analyses import evaluation, provenance
 from analyses import receptive_field_measures as measures
-from analyses.checkpoints import batches, named, torch_device
+from analyses.checkpoints import batches, is_native, named, torch_device, usable, working_dtype
 from analyses.conditions import Condition, build
 from analyses.receptive_field import CPU_DOCUMENTS, CPU_PROMPTS, GPU_PROMPTS, GRID_WINDOWS, Config
 from analyses.result import Dataset, Variable
 from kernels.operands import default_impl
-from models.config import FORMAT
 from models.errors import InputError
-from models.safetensors_files import read_json
 
 DOCUMENT_BATCH = {"cpu": 8, "cuda": 32}
 PROMPT_BATCH, EFFECT_DOCUMENTS = 64, 4
@@ -63,6 +61,8 @@ class Plan:
         large = config.grid or self.on_gpu
         count = config.documents or (None if large else CPU_DOCUMENTS)
         self.documents = evaluation.documents(config.texts, config.key_tokens, count)
+        for name in self.paths:
+            self.contexts[name] = self._context(name)
         self.n_prompts = config.prompts or (GPU_PROMPTS if large else CPU_PROMPTS)
         self.large = large
         self.conditions = {name: self._conditions(name) for name in self.paths}
@@ -70,19 +70,24 @@ class Plan:
 
     def _look_at(self, name: str, path: Path) -> None:
         """Refuses what cannot be studied; keeps shapes without weights, and one tokenizer where several are equal."""
-        if read_json(path / "config.json").get("format") != FORMAT:
-            raise InputError(
-                f"{path} is a Hugging Face checkpoint; receptive fields can be restricted in native ones only"
-            )
+        described = usable(path, self.config.impl, "documents and prompts")
         model = models.load(path, device="meta", impl=self.config.impl)
-        if model.tokenizer is None:
-            raise InputError(f"{path} has no tokenizer.json; documents and prompts need one")
-        self.layers[name], self.contexts[name] = model.layers, model.config.context_length
+        if described.context is None:
+            raise InputError(f"{path}: config.json names no context length (max_position_embeddings)")
+        self.layers[name], self.contexts[name] = model.layers, described.context
         alike = {tokenizer.sha256: tokenizer for tokenizer in self.tokenizers.values()}
-        self.tokenizers[name] = alike.get(model.tokenizer.sha256, model.tokenizer)  # steps of a run share what follows
-        stored = str(model.dtype).removeprefix("torch.") if self.on_gpu else "float32"
-        self.dtypes[name] = self.config.dtype or stored
+        own = described.tokenizer
+        self.tokenizers[name] = alike.get(own.sha256, own)  # steps of a run share what follows
+        self.dtypes[name] = working_dtype(described, self.config.dtype, self.on_gpu)
         self.impl = self.config.impl or default_impl(self.device, getattr(torch, self.dtypes[name]))
+
+    def _context(self, name: str) -> int:
+        """Tokens to study: --context, else a native model's training length; of a Hugging Face model, which may take
+        far longer texts than there are, no more than the longest document."""
+        trained = self.contexts[name]
+        if self.config.context is not None or is_native(self.paths[name]):
+            return self.config.context or trained
+        return min(trained, max(len(document.ids) for document in self.encoded(name)))
 
     def _conditions(self, name: str) -> list[Condition]:
         config, context = self.config, self.contexts[name]

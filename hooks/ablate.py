@@ -93,11 +93,11 @@ def _by_point(
     for layer in model.layers:
         first = 0
         for path, mixer in zip(layer.paths, layer.mixers, strict=True):
-            name = names[id(mixer.hook_z)]
-            every.update({(layer.index, first + column): (name, column) for column in range(path.heads)})
+            if (name := _output_point(mixer, names)) is not None:
+                every.update({(layer.index, first + column): (name, column) for column in range(path.heads)})
             first += path.heads
     if layers is not None:
-        paths = {names[id(layer.mixers[path].hook_z)] for layer, path in select(model, layers)}
+        paths = {_output_point(layer.mixers[path], names) for layer, path in select(model, layers)}
         wanted = [head for head, (name, _) in every.items() if name in paths]
     else:
         wanted = list(dict.fromkeys((int(layer), int(head)) for layer, head in heads or ()))
@@ -111,3 +111,8 @@ def _by_point(
         name, column = every[head]
         points.setdefault(name, []).append((head, column))
     return points
+
+
+def _output_point(mixer: Any, names: Mapping[int, str]) -> str | None:
+    """The name of a mixer's hook_z; None for one whose heads cannot be reached (some Hugging Face families)."""
+    return None if hasattr(mixer, "refusal") or not hasattr(mixer, "hook_z") else names[id(mixer.hook_z)]

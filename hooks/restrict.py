@@ -65,19 +65,19 @@ def select(model: Any, layers: str | Sequence[int]) -> list[tuple[Any, int]]:
         if not chosen:
             raise ValueError("layers is empty; expected 'full', 'efficient' or at least one layer id.")
     for layer, path in chosen:
-        if not hasattr(layer.mixers[path], "restrictions"):
-            raise ValueError(
-                f"layers.{layer.index} ({layer.paths[path].kind}) is a {type(layer.mixers[path]).__name__}, "
-                "whose receptive field cannot be restricted; only native checkpoints can."
-            )
+        mixer = layer.mixers[path]
+        if not hasattr(mixer, "restrictions"):
+            default = f"layers.{layer.index} ({layer.paths[path].kind}) cannot be restricted."
+            raise ValueError(getattr(mixer, "refusal", default))
     return chosen
 
 
 def group_reach(model: Any, layers: str | Sequence[int], window: int | None) -> int | None:
     """Tokens (self included) that information can cross through these layers alone; None without a bound.
 
-    1 + the sum over layers of (w_l - 1), w_l the smaller of `window` and the path's own; a convolution adds c - 1. A
-    path with sink tokens of its own sees them from anywhere: only `window` bounds it.
+    1 + the sum over layers of (w_l - 1), w_l the smaller of `window` and the path's own; a convolution adds c - 1.
+    Of parallel paths the longer one counts, of paths in series both. A path with sink tokens of its own sees them from
+    anywhere: only `window` bounds it.
     """
     per_layer: dict[int, int] = {}
     for layer, path in select(model, layers):
@@ -86,7 +86,8 @@ def group_reach(model: Any, layers: str | Sequence[int], window: int | None) -> 
         if not windows:
             return None
         step = min(windows) - 1 + getattr(layer.mixers[path], "conv_width", 1) - 1
-        per_layer[layer.index] = max(per_layer.get(layer.index, 0), step)
+        other = per_layer.get(layer.index, 0)
+        per_layer[layer.index] = other + step if getattr(layer, "in_series", False) else max(other, step)
     return 1 + sum(per_layer.values())
 
 

@@ -33,16 +33,21 @@ def stream_names(model: Any) -> tuple[str, ...]:
 def record_streams(model: Any, positions: Sequence[int]) -> Iterator[dict[str, Float[Tensor, "B P D"]]]:
     """A dict filled by the one forward run inside: fp32 copies at `positions` of the tokens of that forward.
 
-    They stay on the model's device, so that a forward waits for no copy; the last layer's is the stream before the
-    final norm. Raises ValueError for a position that does not exist, and at the end for a point that did not fire
-    exactly once.
+    They stay on the model's device, and nothing waits for it, so that kernels queue up; the last layer's is the stream
+    before the final norm. Raises ValueError for a position that does not exist, and at the end for a point that did not
+    fire exactly once.
     """
     found: dict[str, Tensor] = {}
     fired = dict.fromkeys(stream_names(model), 0)
+    places: dict[tuple[torch.device, int], Tensor] = {}
 
     def keep(name: str, value: Tensor) -> None:
         fired[name] += 1
-        found[name] = _at(value, positions, name)
+        _check(value, positions, name)
+        at = (value.device, value.shape[1])
+        if at not in places:
+            places[at] = _index(positions, *at)
+        found[name] = value.detach().index_select(1, places[at]).float()
 
     handles: list[Any] = []
     try:
@@ -79,11 +84,15 @@ def _at_blocks(model: Any, names: Sequence[str], keep: Keep, handles: list[Any])
         handles.append(layer.block.register_forward_hook(partial(leave, name=name)))
 
 
-def _at(value: Tensor, positions: Sequence[int], name: str) -> Tensor:
+def _check(value: Tensor, positions: Sequence[int], name: str) -> None:
     if value.ndim != 3:
         raise ValueError(f"{name} has shape {list(value.shape)}; expected one residual stream [batch, time, width].")
     length = value.shape[1]
     if any(not -length <= position < length for position in positions):
         raise ValueError(f"{name} has {length} positions; {max(positions, key=abs)} does not exist.")
-    index = torch.tensor([position % length for position in positions], device=value.device)
-    return value.detach().index_select(1, index).float().clone()
+
+
+def _index(positions: Sequence[int], device: torch.device, length: int) -> Tensor:
+    """Made once a forward; from pinned memory, since any other copy to a GPU waits for the kernels before it."""
+    index = torch.tensor([position % length for position in positions])
+    return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index.to(device)

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from models.config import FORMAT, FORMAT_VERSION, ConfigError, HybridConfig
+from models.gguf_files import gguf_file
 from models.hybrid_lm import HybridLM
 from models.safetensors_files import SINGLE, CheckpointError, WeightFiles, read_json, scan
 from models.tokenizer import Tokenizer
@@ -33,8 +34,7 @@ def load(
     """
     path = Path(path)
     device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
-    fields = _config_fields(path)
-    if fields.get("format") != FORMAT:
+    if gguf_file(path) is not None or (fields := _config_fields(path)).get("format") != FORMAT:
         from models.huggingface import load_huggingface
 
         return load_huggingface(path, device=device, dtype=dtype)
@@ -86,12 +86,16 @@ def find_checkpoints(path: str | Path) -> list[Path]:
         raise CheckpointError(f"{path}: no such directory; expected a checkpoint or a directory of checkpoints.")
     if not path.is_dir():
         raise CheckpointError(f"{path} is a file; expected a checkpoint directory (config.json, model.safetensors).")
-    if (path / CONFIG).exists():
+    if _is_checkpoint(path):
         return [path]
-    found = [child for child in path.iterdir() if (child / CONFIG).exists() and not child.name.startswith(".")]
+    found = [child for child in path.iterdir() if not child.name.startswith(".") and _is_checkpoint(child)]
     if not found:
         raise CheckpointError(f"{path} holds no checkpoint: neither it nor any directory below it has a {CONFIG}.")
     return sorted(found, key=_natural)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return (path / CONFIG).exists() or gguf_file(path) is not None
 
 
 def _natural(path: Path) -> list[tuple[bool, int, str]]:

@@ -71,7 +71,7 @@ class HybridLM(HookedRootModule):
         for index, block in enumerate(self._blocks()):
             mixers = paths_of(block.attn)
             paths = tuple(Path(mixer.kind, mixer.n_heads, mixer.window) for mixer in mixers)
-            described.append(Layer(index, block.attn.kind, paths, mixers, block))
+            described.append(Layer(index, block.attn.kind, paths, mixers, block, (block.attn,)))
         return tuple(described)
 
     @property
@@ -121,6 +121,15 @@ class HybridLM(HookedRootModule):
                 for block, past in zip(self.blocks, pasts, strict=True):
                     x = block(x, positions, past)
         return self.ln_final(x)
+
+    def final_hidden_from(
+        self, inputs: Int[Tensor, "B T"] | Float[Tensor, "B T D"], layer: int, stream: Float[Tensor, "B T D"]
+    ) -> Float[Tensor, "B T D"]:
+        """final_hidden(inputs) when the stream before block `layer` is already known: earlier blocks do not run."""
+        positions = torch.arange(stream.shape[1], device=stream.device)
+        for block in self.blocks[layer:]:
+            stream = block(stream, positions)
+        return self.ln_final(stream)
 
     def forward(
         self, inputs: Int[Tensor, "B T"] | Float[Tensor, "B T D"], cache: Cache | None = None

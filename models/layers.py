@@ -20,13 +20,20 @@ class Path(NamedTuple):
 
 @dataclass(frozen=True)
 class Layer:
-    """Layer `index` (absolute, from 0). `mixers` are the modules behind `paths`, in the same order."""
+    """Layer `index` (absolute, from 0). `mixers` say and take everything about `paths`, in the same order.
+
+    `sites` are the modules whose forward runs along time: one for all mixers of a native layer, one for each of a
+    Hugging Face layer (those that can be reached).
+    """
 
     index: int
     kind: str
     paths: tuple[Path, ...]
     mixers: tuple[Any, ...]
     block: nn.Module
+    sites: tuple[nn.Module, ...] = ()
+    in_series: bool = False
+    """One path reads what another wrote (Zamba2), so their reaches add."""
 
     @property
     def window(self) -> int | None:

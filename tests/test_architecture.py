@@ -113,6 +113,7 @@ def test_every_package_is_listed_and_typed():
         "analyses.scaling_law",
         "analyses.key_tokens",
         "models.pretrain",
+        "models.selfcheck",
         "models.pretrain.corpus",
         "analyses.figures",
     ],

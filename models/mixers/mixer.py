@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformer_lens.hook_points import HookPoint
 
 from hooks.restriction import Restriction
 from kernels.operands import Impl
 from models.cache import Past
+from models.listeners import listened as listened
 
 
 class Mixer(nn.Module):
@@ -43,8 +43,3 @@ class Mixer(nn.Module):
 def at_least_fp32(x: Tensor) -> Tensor:
     """bf16 and fp16 become fp32, where decays and norms lose too much; fp32 and fp64 stay."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-
-
-def listened(hook: HookPoint) -> bool:
-    """True if somebody reads or edits this point: costly tensors (patterns, states) are made only then."""
-    return bool(hook._forward_hooks or hook._backward_hooks or hook._forward_pre_hooks)

@@ -24,6 +24,8 @@ class PretrainConfig:
     """Sequences a step."""
     context: int | None = None
     """Tokens a sequence; default: the preset's context length."""
+    vocabulary: int | None = None
+    """Rows of the embeddings, at least the tokenizer's tokens; default: the preset's."""
     learning_rate: float = 3e-3
     """Peak of AdamW's learning rate."""
     warmup_steps: int = 200

@@ -55,12 +55,13 @@ class Run:
         self.device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         shape = preset_from_name(config.preset)
         self.context = config.context or shape.context_length
-        shape = dataclasses.replace(shape, context_length=self.context)
+        vocabulary = config.vocabulary or shape.vocab_size
+        shape = dataclasses.replace(shape, context_length=self.context, vocab_size=vocabulary)
         tokenizer = Tokenizer.from_file(config.corpus / "tokenizer.json")
         if tokenizer.vocab_size > shape.vocab_size:
             raise ValueError(
                 f"{config.corpus}/tokenizer.json has {tokenizer.vocab_size} tokens; "
-                f"{config.preset} has a vocabulary of {shape.vocab_size}."
+                f"the model's vocabulary would be {shape.vocab_size}."
             )
         length = self.context + 1  # inputs and targets overlap but for one token
         self.stream = TokenStream(config.corpus / "train.bin", length, config.seed, config.niah_share, tokenizer)

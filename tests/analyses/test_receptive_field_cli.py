@@ -107,16 +107,14 @@ def test_help_names_values_and_does_not_show_what_python_calls_them(folder, caps
     assert "--no-grid" not in said
 
 
-def test_a_hugging_face_checkpoint_is_refused_before_its_weights_are_read(folder, tmp_path, capsys, monkeypatch):
+def test_a_hugging_face_directory_without_a_tokenizer_is_refused(folder, tmp_path, capsys):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=12, vocab_size=30)
     LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
-    monkeypatch.setattr("models.huggingface.load_huggingface", None)
     assert call(folder, str(tmp_path / "llama"), "--out", str(tmp_path / "out" / "r.h5")) == 2
     said = capsys.readouterr().err
-    assert said.splitlines()[-1].endswith("receptive fields can be restricted in native ones only")
-    assert "llama is a Hugging Face checkpoint" in said
+    assert "llama has no tokenizer.json; documents and prompts need one" in said.splitlines()[-1]
     assert not (tmp_path / "out").exists()
 
 

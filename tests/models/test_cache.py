@@ -128,6 +128,33 @@ def test_one_prefix_for_several_continuations(model, ids):
     assert torch.equal(again, out)
 
 
+@pytest.mark.parametrize("restriction", ["none", "full with sinks", "efficient", "window with sinks"])
+def test_a_branch_is_a_repeated_cache_that_keeps_nothing(model, ids, restriction):
+    """Its attention layers read the one sequence's keys where they lie; the trunk goes on as if nothing had been."""
+    prefix, ends = ids[:1, :25], torch.randint(VOCAB, (3, 6))
+    with contextlib.ExitStack() as stack:
+        for layers, window, sinks in RESTRICTIONS[restriction]:
+            stack.enter_context(hooks.restrict(model, layers, window=window, sinks=sinks))
+        cache = models.Cache()
+        in_pieces(model, prefix, [20, 5], cache)
+        branch = cache.branch(3)
+        kept, trunk = (c._pasts[id(model.layers[1].mixers[0])].kept["key"] for c in (branch, cache))
+        if restriction in ("none", "window with sinks"):
+            assert kept.data_ptr() == trunk.data_ptr()
+        out = model(ends, cache=branch)
+        assert branch._pasts[id(model.layers[1].mixers[0])].kept["key"].shape[1] <= 25, "nothing was added"
+        whole = torch.cat([prefix.expand(3, -1), ends], 1)
+        assert (out - model(whole)[:, 25:]).abs().max() <= 1e-12
+        with pytest.raises(ValueError, match="is a branch and has had its forward"):
+            model(ends, cache=branch)
+        with pytest.raises(ValueError, match="holds 3 sequences and the input 2"):
+            model(ends[:2], cache=cache.branch(3))
+        again = model(ends[:1], cache=cache)
+        assert (again - out[:1]).abs().max() <= 1e-12
+    with pytest.raises(ValueError, match="holds 3 sequences; expected one"):
+        cache.repeat(3).branch(2)
+
+
 def test_a_window_keeps_only_what_can_still_be_seen(model, ids):
     cache = models.Cache()
     in_pieces(model, ids, PIECES["prefill and decode"], cache)

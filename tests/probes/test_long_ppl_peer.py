@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from models.huggingface import HuggingFaceLM
-from models.huggingface_tokenizer import HuggingFaceTokenizer
+from models.huggingface.tokenizer import HuggingFaceTokenizer
 from probes.long_ppl import key_tokens, long_ppl
 
 GOLDEN = Path(__file__).parent / "golden" / "longppl_peer.json"

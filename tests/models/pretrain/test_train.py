@@ -104,6 +104,16 @@ def test_learns_logs_and_writes_loadable_checkpoints(corpus, tmp_path):
     assert all(torch.equal(stored[n], p.bfloat16()) for n, p in trained.named_parameters())
 
 
+def test_embeddings_may_be_as_narrow_as_the_tokenizer(corpus, tmp_path):
+    size = Tokenizer.from_file(corpus / "tokenizer.json").vocab_size
+    narrow = config(corpus, tmp_path / "narrow", vocabulary=size, tokens="768")
+    trained = pretrain(narrow)
+    assert trained.embed.weight.shape[0] == trained.unembed.weight.shape[0] == trained.config.vocab_size == size
+    assert lines(narrow.out)[0]["loss"] == pytest.approx(np.log(size), abs=0.3)
+    with pytest.raises(ValueError, match=rf"has {size} tokens; the model's vocabulary would be {size - 1}\."):
+        pretrain(config(corpus, tmp_path / "other", vocabulary=size - 1))
+
+
 def test_a_killed_run_continues_to_the_same_bits(corpus, tmp_path, monkeypatch):
     whole = pretrain(config(corpus, tmp_path / "whole"))
     broken = config(corpus, tmp_path / "broken")

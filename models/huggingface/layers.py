@@ -1,8 +1,7 @@
-"""What each layer of a Hugging Face model is, read from its config: the view models.layers gives of native models."""
+"""What each layer of a Hugging Face model is, read from its config: kind, heads and window of its paths."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -35,40 +34,18 @@ _RECURRENT: dict[str, tuple[str, str | None, str | None]] = {
 _MLP_ONLY = ("mlp", "moe", "dense", "sparse")
 
 
-@dataclass(frozen=True)
-class HuggingFaceLayer:
-    """Layer `index` (absolute, from 0) of a Hugging Face model; `type` is the name its config uses."""
+class Unreachable(nn.Module):
+    """A mixer whose inside is not reached here: it can be named and scored, not read, restricted or ablated."""
 
-    index: int
-    type: str
-    kind: str
-    paths: tuple[Path, ...]
-    n_kv_heads: int
-    block: nn.Module
+    def __init__(self, kind: str, n_heads: int, n_kv_heads: int, window: int | None, refusal: str):
+        super().__init__()
+        self.kind, self.n_heads, self.n_kv_heads, self.window = kind, n_heads, n_kv_heads, window
+        self.refusal = refusal
 
-    @property
-    def window(self) -> int | None:
-        """The window of the layer's sliding path; None if it has none."""
-        return next((path.window for path in self.paths if path.window is not None), None)
-
-    @property
-    def mixers(self) -> tuple[nn.Module, ...]:
-        raise ValueError(
-            f"layer {self.index} ({self.type}) of a Hugging Face model has no mixers that can be edited here; "
-            "restricting a receptive field needs a native checkpoint, a directory written by models.save"
-        )
-
-    @property
-    def n_heads(self) -> int:
-        return sum(path.heads for path in self.paths)
-
-
-def layer_views(config: Any, blocks: nn.ModuleList) -> tuple[HuggingFaceLayer, ...]:
-    """One view per block. CheckpointError for a layer type that has no kind here."""
-    types = layer_types(config, len(blocks))
-    return tuple(
-        _view(config, index, kind, block) for index, (kind, block) in enumerate(zip(types, blocks, strict=True))
-    )
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("hook_") or name in ("bands", "effective_rows"):
+            raise ValueError(self.refusal)
+        return super().__getattr__(name)
 
 
 def layer_types(config: Any, n_layers: int) -> list[str]:
@@ -84,14 +61,12 @@ def layer_types(config: Any, n_layers: int) -> list[str]:
     return list(types)
 
 
-def _view(config: Any, index: int, name: str, block: nn.Module) -> HuggingFaceLayer:
-    routes = _routes(config, index, name)
-    paths = tuple(path for path, _ in routes)
-    kind = "mlp" if not paths else paths[0].kind if len(paths) == 1 else "parallel"
-    return HuggingFaceLayer(index, name, kind, paths, sum(kv_heads for _, kv_heads in routes), block)
+def kind_of(paths: tuple[Path, ...]) -> str:
+    return "mlp" if not paths else paths[0].kind if len(paths) == 1 else "parallel"
 
 
-def _routes(config: Any, index: int, name: str) -> list[tuple[Path, int]]:
+def routes(config: Any, index: int, name: str) -> list[tuple[Path, int]]:
+    """(path, kv or key heads) of layer `index`, whose type is `name`. CheckpointError for one without a kind here."""
     if name == "full_attention":
         return [_attention(config, "full", None)]
     if name == "sliding_attention":
@@ -103,7 +78,7 @@ def _routes(config: Any, index: int, name: str) -> list[tuple[Path, int]]:
     if name == "hybrid_sliding":
         return [_attention(config, "swa", int(config.sliding_window)), _recurrent(config, index)]
     if name == "conv":
-        return [(Path("conv", 1, None), 1)]
+        return [(Path("conv", 1, int(config.conv_L_cache)), 1)]
     if name in _MLP_ONLY:
         return []
     raise CheckpointError(

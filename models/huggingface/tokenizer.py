@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from models.gguf_files import gguf_source
 from models.safetensors_files import CheckpointError
 
 _VOCABULARIES = (
@@ -96,7 +97,8 @@ class HuggingFaceTokenizer:
 
 def load_tokenizer(path: Path) -> HuggingFaceTokenizer | None:
     """The directory's tokenizer, None if it has none; CheckpointError naming the file if it does not load."""
-    found = [name for name in _VOCABULARIES if (path / name).is_file()]
+    source = gguf_source(path)
+    found = list(source.values()) or [name for name in _VOCABULARIES if (path / name).is_file()]
     if not found:
         if (path / "tokenizer_config.json").exists():
             raise CheckpointError(
@@ -106,7 +108,7 @@ def load_tokenizer(path: Path) -> HuggingFaceTokenizer | None:
     from transformers import AutoTokenizer
 
     try:
-        backend = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        backend = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False, **source)
     except Exception as error:  # tokenizers raises bare Exception for every parsing fault
         raise CheckpointError(
             f"{path / found[0]}: the tokenizer does not load ({error}); copy the tokenizer files again."
