@@ -22,7 +22,7 @@ def ablation_dataset(
     unablated: Dataset, singles: Sequence[Dataset], pairs: Dataset, followed: Sequence[Head], full: Sequence[Head],
     seed: int,
 ) -> Dataset:  # fmt: skip
-    """Rows: nothing ablated, every softmax head singly, the top two, random pairs of unselected full-attention heads.
+    """Rows: nothing ablated, every head singly, the top two, random pairs of unselected full-attention heads.
 
     Changes are paired over prompts with 95 % bootstrap intervals. `comparison` holds, for k = 1 and 2, the top k
     against sets of k unselected full-attention heads (k = 1: all of them; k = 2: the random pairs).
@@ -82,9 +82,9 @@ def _comparisons(
 ) -> dict[str, Variable]:  # fmt: skip
     """Top k minus the mean of the other sets, paired over prompts; NaN where either is missing."""
     singles = {tuple(int(n) for n in row[0]): i for i, row in enumerate(heads) if kinds[i] == SINGLE}
-    rest = [singles[head] for head in full if head not in followed]
+    rest = [singles[head] for head in full if head not in followed and head in singles]
     sets = {
-        1: ([singles[followed[0]]] if followed else [], rest),
+        1: ([singles[head] for head in followed[:1] if head in singles], rest),
         2: ([i for i, kind in enumerate(kinds) if kind == TOP], [i for i, kind in enumerate(kinds) if kind == RANDOM]),
     }
     columns: dict[str, list[object]] = {name: [] for name in COMPARED}

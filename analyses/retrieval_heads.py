@@ -27,13 +27,13 @@ def chosen(mass: Float[np.ndarray, "L H"], top: int | None, threshold: float | N
     return heads[:top] if threshold is None else [head for head in heads if mass[head] >= threshold]
 
 
-def heads_of(layers: Sequence[Any], kinds: Sequence[str] = SOFTMAX) -> list[Head]:
-    """(layer, head) of all paths of these kinds; heads are counted over a layer's paths in their order."""
+def heads_of(layers: Sequence[Any], kinds: Sequence[str] | None = SOFTMAX) -> list[Head]:
+    """(layer, head) of all paths of these kinds (None: any); heads are counted over a layer's paths in their order."""
     found = []
     for layer in layers:
         first = 0
         for path in layer.paths:
-            if path.kind in kinds:
+            if kinds is None or path.kind in kinds:
                 found += [(layer.index, first + head) for head in range(path.heads)]
             first += path.heads
     return found

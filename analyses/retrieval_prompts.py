@@ -60,7 +60,7 @@ class RetrievalPrompts:
 def needle_prompts(tokenizer: Any, *, length: int, n: int, seed: int, haystack: str) -> RetrievalPrompts:
     """Prompts 0 .. n - 1 of one stream; InputError if the length does not fit."""
     try:
-        samples = list(niah.build(tokenizer, length=length, n=n, seed=seed, haystack=haystack))
+        samples = list(niah.build(tokenizer, length=length, n=n, seed=seed, haystack=haystack, values="numbers"))
     except ValueError as error:
         raise InputError(f"--length {length}, --haystack {haystack}: {error}") from error
     return RetrievalPrompts(

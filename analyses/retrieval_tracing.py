@@ -5,7 +5,7 @@
 Figure 5b of arXiv:2606.15378. Heads are found on the last checkpoint of a run by their attention mass on the needle's
 value, on prompts of their own; on other prompts their mass, normalised entropy and copy score, the needle accuracy of
 the model, and the distance of their query and key weights from the last checkpoint are measured at every checkpoint.
-On the last one every softmax head is mean-ablated: what accuracy remains says whether the heads found do the work.
+On the last one every head is mean-ablated, recurrent ones too: the accuracy that remains says which do the work.
 
     python -m analyses.retrieval_tracing RUN --preset released --out FILE.h5     # how the released script chooses heads
 """
@@ -29,7 +29,7 @@ TOP, QUERY = 4, -1
 RELEASED_QUERY = -2
 CPU_CHOOSING, GPU_CHOOSING = 8, 64
 CPU_TRACING, GPU_TRACING = 16, 128
-CPU_LENGTH = 512
+CPU_LENGTH, FOREIGN_LENGTH = 512, 4096  # of prompts; Hugging Face models may take far longer ones
 CPU_DRAWS, GPU_DRAWS = 6, 32
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 Marks = Annotated[tuple[float, ...], tyro.conf.arg(metavar="X [X ...]")]
@@ -45,7 +45,8 @@ class Config:
     """Find retrieval heads on the last checkpoint of each run and follow them back through all of them."""
 
     paths: Annotated[tuple[Path, ...], tyro.conf.Positional, _shown("RUN [RUN ...]")]
-    """Runs: directories with the checkpoints of one training run (step_XXXXXXXX/ each), or single checkpoints."""
+    """Runs: directories with the checkpoints of one training run (step_XXXXXXXX/ each), or single checkpoints, native
+    or of Hugging Face."""
     out: Path = Path("results/retrieval_tracing.h5")
     """The result (HDF5). A finished one of the same configuration is printed again, another is kept."""
     preset: Annotated[Literal["released"] | None, _shown("released")] = None
@@ -62,7 +63,8 @@ class Config:
     tracing: Annotated[int | None, _shown("N")] = None
     """Other prompts, for everything that is reported; default: 16 on a CPU, 128 on a GPU."""
     length: Annotated[int | None, _shown("T")] = None
-    """Tokens of a prompt with its answer; default: the training length, on a CPU at most 512."""
+    """Tokens of a prompt with its answer; default: the training length, on a CPU at most 512, of a Hugging Face model
+    at most 4096."""
     haystack: Literal["essay", "repeat", "noise"] = "essay"
     """Text round the needle."""
     prompts: Annotated[Path | None, _shown("FILE.npz")] = None
@@ -79,7 +81,7 @@ class Config:
     draws: Annotated[int | None, _shown("N")] = None
     """Random pairs of heads ablated beside the top two; default: 6 on a CPU, 32 on a GPU."""
     no_ablation: Flag = False
-    """Leave out the causal check, which takes a forward of all tracing prompts for every softmax head."""
+    """Leave out the causal check, for which all tracing prompts go through the layers from every head's on."""
     device: Annotated[str | None, _shown("DEVICE")] = None
     """cpu or cuda; default: a GPU if there is one."""
     dtype: Annotated[str | None, _shown("DTYPE")] = None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,10 +12,14 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 import hooks
+import models
+from analyses.lazy_tensors import LazyTensors
 from analyses.retrieval_heads import Head
 from analyses.retrieval_prompts import RetrievalPrompts
 from models.errors import InputError
+from models.safetensors_files import read_json
 from probes import retrieval
+from probes.weight_distance import qk_distance
 
 TOKENS_PER_BATCH = {"cpu": 4096, "cuda": 131_072}
 LOGIT_TOKENS = {"cpu": 4096, "cuda": 16_384}  # where every token is unembedded
@@ -37,6 +42,10 @@ class Attention(NamedTuple):
     entropy: Float[np.ndarray, "N L H"]
     """Normalised by the visible keys; mean over the last four positions before the answer."""
     sink_mass: Float[np.ndarray, "N L H"]
+    copy: Float[np.ndarray, "N L H"]
+    """Copy score; NaN unless `success`, and without softmax."""
+    success: Bool[np.ndarray, " N"]
+    """Every answer token is the argmax, so that greedy decoding gives the answer, and the answer holds the value."""
     softmax: Bool[np.ndarray, "L H"]
 
 
@@ -51,42 +60,46 @@ def choosing_mass(model: Any, prompts: RetrievalPrompts, query: int) -> Float[np
 
 
 def trace(model: Any, prompts: RetrievalPrompts, query: int) -> tuple[Attention, Answers]:
-    """Attention and answers of one forward over each prompt with its answer."""
+    """Attention and answers of one forward over each prompt with its answer.
+
+    Where greedy decoding gives the answer, the rows behind which its tokens stand are those of the decoding steps.
+    """
     rows: dict[int, tuple[np.ndarray, ...]] = {}
     answers: dict[int, tuple[bool, float, float]] = {}
+    right: dict[int, bool] = {}
     softmax: Any = None
     for batch in prompts.alike(_size(model, prompts)):
-        end = int(prompts.answer[batch[0], 0])
-        listening = _Listening(model)
-        positions = [end + query, *range(end - ENTROPY_QUERIES, end)]
-        found = retrieval.trace(listening, _ids(model, prompts, batch)[:, :-1], positions, _spans(prompts, batch))
-        softmax = found.softmax
-        values = (found.mass[..., 0, 0], found.normalised_entropy[..., 1:].mean(-1), found.sink_mass[..., 0])
+        end, whole = int(prompts.answer[batch[0], 0]), _ids(model, prompts, batch)
+        listening, steps = _Listening(model), range(end - 1, whole.shape[1] - 1)
+        positions = [end + query, *range(end - ENTROPY_QUERIES, end), *steps]
+        found = retrieval.trace(listening, whole[:, :-1], positions, _spans(prompts, batch))
+        softmax = torch.tensor(found.softmax)
+        copied = retrieval.copied_share(found.largest[..., -len(steps) :], whole, _spans(prompts, batch)[:, 0], steps)
+        values = (found.mass[..., 0, 0], found.normalised_entropy[..., 1 : 1 + ENTROPY_QUERIES].mean(-1),
+                  found.sink_mass[..., 0], torch.where(softmax, copied, torch.nan))  # fmt: skip
         rows |= dict(zip(batch.tolist(), zip(*(v.numpy() for v in values), strict=True), strict=True))
-        answers |= _scored(model, listening.hidden, prompts, batch)
-    mass, entropy, sink = (_in_order({row: values[i] for row, values in rows.items()}) for i in range(3))
-    return Attention(mass, entropy, sink, np.array(softmax)), _answers(answers)
+        scored, all_right = _scored(model, listening.hidden, prompts, batch)
+        answers |= scored
+        right |= dict(zip(batch.tolist(), all_right.tolist(), strict=True))
+    mass, entropy, sink, copy = (_in_order({row: values[i] for row, values in rows.items()}) for i in range(4))
+    success = np.array([right[row] and _holds_value(prompts, row) for row in sorted(right)])
+    copy = np.where(success[:, None, None], copy, np.nan)
+    return Attention(mass, entropy, sink, copy, success, softmax.numpy()), _answers(answers)
 
 
-def copy_score(
-    model: Any, prompts: RetrievalPrompts, answers: Answers
-) -> tuple[Float[np.ndarray, "N L H"], Bool[np.ndarray, " N"]]:
-    """Copy score of each prompt and head, NaN unless greedy decoding gives the value; and whether it does.
-
-    A prompt whose answer is the value, and wrong under teacher forcing, cannot succeed and is not decoded.
-    """
-    shape = (len(prompts.ids), len(model.layers), max(layer.n_heads for layer in model.layers))
-    scores, success = np.full(shape, np.nan), np.zeros(len(prompts.ids), bool)
-    decoded = np.array([answers.correct[row] or not _repeats(prompts, row) for row in range(len(prompts.ids))])
-    for whole in prompts.alike(_size(model, prompts)):
-        batch = whole[decoded[whole]]
-        if not len(batch):
-            continue
-        ids = _ids(model, prompts, batch)[:, : prompts.answer[batch[0], 0]]
-        found = retrieval.copy_score(model, ids, _spans(prompts, batch)[:, 0])
-        success[batch] = found.success.numpy()
-        scores[batch] = torch.where(found.success[:, None, None], found.per_sample, torch.nan).numpy()
-    return scores, success
+def distances(
+    checkpoint: Path, last: Path, n_layers: int, n_heads: int
+) -> tuple[Float[np.ndarray, "L H"], Float[np.ndarray, "L H"], str]:
+    """Of every head's query rows and of its group's key rows from the last checkpoint; NaN and why, if refused."""
+    query, key = np.full((2, n_layers, n_heads), np.nan)
+    try:
+        found = qk_distance(LazyTensors(checkpoint), LazyTensors(last), read_json(last / "config.json"))
+    except ValueError as error:
+        return query, key, str(error)
+    for table, values in ((query, found.query), (key, found.key)):
+        rows, columns = min(n_layers, values.shape[0]), min(n_heads, values.shape[1])
+        table[:rows, :columns] = values[:rows, :columns].numpy()
+    return query, key, ""
 
 
 def mean_outputs(model: Any, prompts: RetrievalPrompts) -> dict[Head, Tensor]:
@@ -99,15 +112,42 @@ def mean_outputs(model: Any, prompts: RetrievalPrompts) -> dict[Head, Tensor]:
 
 @torch.no_grad()
 def ablated(
-    model: Any, prompts: RetrievalPrompts, heads: Iterable[Head], means: Mapping[Head, Float[Tensor, " V"]]
-) -> Answers:
-    """The answers that remain while these heads put out their mean."""
-    found: dict[int, tuple[bool, float, float]] = {}
-    with hooks.ablate(model, heads=heads, how="mean", means=means):
-        for batch in prompts.alike(_size(model, prompts)):
-            hidden = model.final_hidden(_ids(model, prompts, batch)[:, :-1])
-            found |= _scored(model, hidden, prompts, batch)
-    return _answers(found)
+    model: Any,
+    prompts: RetrievalPrompts,
+    sets: Sequence[Sequence[Head]],
+    means: Mapping[Head, Float[Tensor, " V"]],
+) -> list[Answers]:
+    """For each set of heads the answers that remain while these put out their mean.
+
+    Layers below the lowest head of all sets see no ablation and are computed once for all of them.
+    """
+    found: list[dict[int, tuple[bool, float, float]]] = [{} for _ in sets]
+    lowest = min((layer for heads in sets for layer, _ in heads), default=0)
+    for batch in prompts.alike(_size(model, prompts)) if sets else ():
+        ids = _ids(model, prompts, batch)[:, :-1]
+        below = _entering(model, ids, lowest)
+        for answers, heads in zip(found, sets, strict=True):
+            with hooks.ablate(model, heads=heads, how="mean", means=means):
+                hidden = model.final_hidden_from(ids, lowest, below)
+            answers |= _scored(model, hidden, prompts, batch)[0]
+    return [_answers(answers) for answers in found]
+
+
+def _entering(model: Any, ids: Tensor, layer: int) -> Float[Tensor, "B T D"]:
+    """The residual stream that enters a layer; the layers from there on run only in a Hugging Face model."""
+    if isinstance(model, models.HybridLM):
+        stream, positions = model.hook_embed(model.embed(ids)), torch.arange(ids.shape[1], device=ids.device)
+        for block in model.blocks[:layer]:
+            stream = block(stream, positions)
+        return stream
+    seen: list[Tensor] = []
+    point = model.hook_dict[f"blocks.{layer}.hook_resid_pre"]
+    handle = point.register_forward_hook(lambda module, args, stream: seen.append(stream))
+    try:
+        model.final_hidden(ids)
+    finally:
+        handle.remove()
+    return seen[0]
 
 
 class _Listening:
@@ -125,21 +165,29 @@ class _Listening:
 @torch.no_grad()
 def _scored(
     model: Any, hidden: Float[Tensor, "B T D"], prompts: RetrievalPrompts, batch: np.ndarray
-) -> dict[int, tuple[bool, float, float]]:
+) -> tuple[dict[int, tuple[bool, float, float]], Bool[np.ndarray, " B"]]:
+    """Answers by prompt, and whether all of an answer's tokens are right, those without a digit too.
+
+    Prompts of a batch begin their answer at one place and end with it, so that they are scored together.
+    """
+    first = int(prompts.answer[batch[0], 0])
+    expected = torch.from_numpy(prompts.ids[batch, first:]).to(hidden.device)
+    log_p = model.unembed(hidden[:, first - 1 :]).float().log_softmax(-1)
+    right = (log_p.argmax(-1) == expected).cpu().numpy()
+    loss = -log_p.gather(2, expected[..., None]).squeeze(-1).mean(1).cpu()
+    broken = (~log_p.isfinite()).flatten(1).any(1).cpu()
     found = {}
-    for state, row in zip(hidden, batch.tolist(), strict=True):
-        first, stop = prompts.answer[row]
-        log_p = model.unembed(state[first - 1 : stop - 1]).float().log_softmax(-1).cpu()
-        expected = torch.from_numpy(prompts.ids[row, first:stop])
-        if not bool(log_p.isfinite().all()):
+    for i, row in enumerate(batch.tolist()):
+        if broken[i]:
+            value = float(log_p[i][~log_p[i].isfinite()][0])
             raise InputError(
-                f"prompt {row}: a log probability is {float(log_p[~log_p.isfinite()][0])}; expected finite numbers: "
-                "check the checkpoint's weights and --dtype"
+                f"prompt {row}: a log probability is {value}; expected finite numbers: check the checkpoint's weights "
+                "and --dtype"
             )
-        right, digits = (log_p.argmax(-1) == expected).numpy(), prompts.weights(row)
-        loss = -log_p.gather(1, expected[:, None]).mean()
-        found[row] = (bool(right[digits > 0].all()), float(digits[right].sum() / digits.sum()), float(loss))
-    return found
+        digits = prompts.weights(row)
+        share = float(digits[right[i]].sum() / digits.sum())
+        found[row] = (bool(right[i][digits > 0].all()), share, float(loss[i]))
+    return found, right.all(1)
 
 
 def _answers(found: dict[int, tuple[bool, float, float]]) -> Answers:
@@ -147,10 +195,12 @@ def _answers(found: dict[int, tuple[bool, float, float]]) -> Answers:
     return Answers(*(np.array(column) for column in zip(*ordered, strict=True)))
 
 
-def _repeats(prompts: RetrievalPrompts, row: int) -> bool:
-    """Whether the answer consists of the value's own tokens."""
-    value, answer = (slice(*span) for span in (prompts.value[row], prompts.answer[row]))
-    return np.array_equal(prompts.ids[row, value], prompts.ids[row, answer])
+def _holds_value(prompts: RetrievalPrompts, row: int) -> bool:
+    """Whether the answer holds the value's tokens, in order and without a gap."""
+    value, answer = (prompts.ids[row, slice(*span)] for span in (prompts.value[row], prompts.answer[row]))
+    if len(value) > len(answer):
+        return False
+    return bool((np.lib.stride_tricks.sliding_window_view(answer, len(value)) == value).all(1).any())
 
 
 def _in_order(rows: dict[int, np.ndarray]) -> np.ndarray:

@@ -15,8 +15,7 @@ import models
 from analyses import provenance
 from analyses import retrieval_tracing as study
 from analyses import retrieval_tracing_measures as measures
-from analyses.checkpoints import DTYPES, torch_device
-from analyses.lazy_tensors import LazyTensors
+from analyses.checkpoints import DTYPES, torch_device, working_dtype
 from analyses.result import Dataset, Variable
 from analyses.retrieval_heads import Head, chosen, heads_of
 from analyses.retrieval_prompts import RetrievalPrompts, needle_prompts, read_prompts
@@ -25,7 +24,6 @@ from analyses.units import Stage
 from kernels.operands import default_impl
 from models.errors import InputError
 from models.safetensors_files import read_json
-from probes.weight_distance import qk_distance
 
 PAIR = 2
 """Heads ablated together: the top two, and random pairs beside them."""
@@ -81,6 +79,8 @@ class Plan:
 
     def _check(self, name: str, run: Run) -> None:
         path = run.described.path
+        if self.config.impl is not None and not run.described.native:
+            raise InputError(f"--impl is {self.config.impl!r}, but {path} is no native checkpoint; leave it out")
         if self.config.impl is not None:
             models.load(path, device="meta", impl=self.config.impl)  # refuses an unknown one
         heads = len(heads_of(self.layers(name)))
@@ -99,8 +99,12 @@ class Plan:
         config, described = self.config, run.described
         if config.prompts is not None:
             return self._own_prompts(run)
-        context = described.context or 0
-        length = config.length or (context if self.on_gpu else min(context, study.CPU_LENGTH))
+        longest = (
+            described.context
+            if self.on_gpu and described.native
+            else self._default(study.CPU_LENGTH, study.FOREIGN_LENGTH)
+        )
+        length = config.length or min(described.context or 0, longest or 0)
         key = (described.tokenizer.sha256, length)
         if key not in self._made:
             n = (config.choosing or self._default(study.CPU_CHOOSING, study.GPU_CHOOSING)) + (
@@ -117,7 +121,8 @@ class Plan:
     def _own_prompts(self, run: Run) -> RetrievalPrompts:
         assert self.config.prompts is not None
         found = read_prompts(self.config.prompts)
-        largest, vocab = int(found.ids.max()), read_json(run.described.path / "config.json")["vocab_size"]
+        fields = read_json(run.described.path / "config.json")
+        largest, vocab = int(found.ids.max()), (fields.get("text_config") or fields)["vocab_size"]
         if found.ids.min() < 0 or largest >= vocab:
             raise InputError(
                 f"--prompts {self.config.prompts} holds token {largest}; {run.name} knows 0 to {vocab - 1}"
@@ -152,8 +157,7 @@ class Plan:
         return max(layer.n_heads for layer in self.layers(run))
 
     def dtype(self, run: str) -> str:
-        stored = self.runs[run].described.stored_dtype if self.on_gpu else "float32"
-        return self.config.dtype or stored or "float32"
+        return working_dtype(self.runs[run].described, self.config.dtype, self.on_gpu)
 
     def impl(self, run: str) -> str:
         return self.config.impl or default_impl(self.device, getattr(torch, self.dtype(run)))
@@ -203,7 +207,7 @@ class Plan:
         return stages
 
     def ablations(self, run: str) -> list[AblationUnit]:
-        layers = dict.fromkeys(layer for layer, _ in heads_of(self.layers(run)))
+        layers = dict.fromkeys(layer for layer, _ in heads_of(self.layers(run), None))
         return [*(AblationUnit(run, layer) for layer in layers), AblationUnit(run, None)]
 
     def last(self, run: str) -> str:
@@ -230,8 +234,10 @@ class Plan:
     def _trace(self, unit: CheckpointUnit) -> Dataset:
         model, prompts = self._model(unit.run, unit.checkpoint), self.traced(unit.run)
         attention, answers = measures.trace(model, prompts, self.query)
-        copied, success = measures.copy_score(model, prompts, answers)
-        query, key = self._distances(unit)
+        run = self.runs[unit.run]
+        query, key, refusal = measures.distances(
+            run.checkpoints[unit.checkpoint], run.described.path, *attention.softmax.shape
+        )
         per_head = ("prompt", "layer", "head")
         values: dict[str, tuple[tuple[str, ...], Any, str]] = {
             "choosing_mass": (("choosing", "layer", "head"),
@@ -239,32 +245,25 @@ class Plan:
             "mass": (per_head, attention.mass, "1"),
             "entropy": (per_head, attention.entropy, "1"),
             "sink_mass": (per_head, attention.sink_mass, "1"),
-            "copy": (per_head, copied, "1"),
-            "success": (("prompt",), success.astype(float), "1"),
+            "copy": (per_head, attention.copy, "1"),
+            "success": (("prompt",), attention.success.astype(float), "1"),
             "correct": (("prompt",), answers.correct.astype(float), "1"),
             "digits": (("prompt",), answers.digits, "1"),
             "loss": (("prompt",), answers.loss, "nat"),
             "query_distance": (("layer", "head"), np.where(attention.softmax, query, np.nan), "1"),
             "key_distance": (("layer", "head"), np.where(attention.softmax, key, np.nan), "1"),
+            "distance_refusal": ((), refusal, ""),
         }  # fmt: skip
         return Dataset({name: Variable(dims, v, units, name) for name, (dims, v, units) in values.items()})
 
-    def _distances(self, unit: CheckpointUnit) -> list[np.ndarray]:
-        """Of every head's query rows, and of its group's key rows, from the last checkpoint: two tables [L, H]."""
-        run = self.runs[unit.run]
-        path, last = run.checkpoints[unit.checkpoint], run.described.path
-        found = qk_distance(LazyTensors(path), LazyTensors(last), read_json(last / "config.json"))
-        tables = []
-        for values in (found.query, found.key):
-            table = np.full((len(self.layers(unit.run)), self.n_heads(unit.run)), np.nan)
-            table[: values.shape[0], : values.shape[1]] = values.numpy()
-            tables.append(table)
-        return tables
-
     def _ablate(self, unit: AblationUnit, load: Load) -> Dataset:
-        sets = self._sets(unit, load)
         model, prompts = self._model(unit.run, self.runs[unit.run].last), self.traced(unit.run)
-        found = [measures.ablated(model, prompts, heads, self._means(unit.run)) for heads in sets]
+        means = self._means(unit.run)  # of all heads whose output can be reached: some families hide a mixer's
+        wanted = self._sets(unit, load)
+        sets = [heads for heads in wanted if all(head in means for head in heads)]
+        if unit.layer is None and sets[:1] != wanted[:1]:  # without the top two there is nothing to compare with
+            sets = []
+        found = measures.ablated(model, prompts, sets, means)
         heads = np.array([[*pair, *[(-1, -1)] * (PAIR - len(pair))] for pair in sets], int).reshape(-1, PAIR, 2)
         variables = {"heads": Variable(("set", "member", "place"), heads, "1", "(layer, head); -1: none")}
         for name, units in (("correct", "1"), ("digits", "1"), ("loss", "nat")):
@@ -275,7 +274,7 @@ class Plan:
     def _sets(self, unit: AblationUnit, load: Load) -> list[tuple[Head, ...]]:
         """The sets of heads to ablate. Of pairs the first is the top two; empty where fewer than two were chosen."""
         if unit.layer is not None:
-            return [(head,) for head in heads_of(self.layers(unit.run)) if head[0] == unit.layer]
+            return [(head,) for head in heads_of(self.layers(unit.run), None) if head[0] == unit.layer]
         followed = self.chosen(load(self.last(unit.run))["choosing_mass"])
         others = [head for head in heads_of(self.layers(unit.run), ("full",)) if head not in followed]
         if len(followed) < PAIR:

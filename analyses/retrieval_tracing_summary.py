@@ -35,13 +35,14 @@ def _run(plan: Any, name: str, load: Load) -> dict[str, Dataset]:
     parts = [load(f"{name}/{checkpoint}") for checkpoint in run.checkpoints]
     softmax = np.zeros((len(layers), plan.n_heads(name)), bool)
     softmax[tuple(np.array(heads_of(layers)).T)] = True
-    values = {key: np.stack([part[key] for part in parts]) for key in parts[0].variables}
+    refusal = str(parts[-1]["distance_refusal"])
+    values = {key: np.stack([part[key] for part in parts]) for key in parts[0].variables if key != "distance_refusal"}
     mass, entropy, copied = (np.where(softmax, values[key], np.nan) for key in ("mass", "entropy", "copy"))
     distance = values["query_distance"] + values["key_distance"]
     measured = Measured(values["choosing_mass"], mass, entropy, copied, values["correct"], values["digits"], distance)
     followed = plan.chosen(parts[-1]["choosing_mass"])
     groups = {
-        name: _summary(plan, name, measured, followed, softmax),
+        name: _summary(plan, name, measured, followed, softmax, refusal),
         f"{name}/heads": _heads(layers, measured, values, softmax, followed),
         f"{name}/prompts": _prompts(plan, name, values, softmax),
     }
@@ -53,7 +54,9 @@ def _run(plan: Any, name: str, load: Load) -> dict[str, Dataset]:
     return groups
 
 
-def _summary(plan: Any, name: str, measured: Measured, followed: list[Head], softmax: np.ndarray) -> Dataset:
+def _summary(
+    plan: Any, name: str, measured: Measured, followed: list[Head], softmax: np.ndarray, refusal: str
+) -> Dataset:
     run, config = plan.runs[name], plan.config
     tokens, rest = np.array(run.tokens), others(followed, softmax)
     kinds = ("accuracy", "mass", "entropy", "distance")
@@ -66,6 +69,7 @@ def _summary(plan: Any, name: str, measured: Measured, followed: list[Head], sof
         "best": Variable(("checkpoint", "place"), best, "1", "head with most mass there, on the choosing prompts"),
         **described(curves(measured, followed, rest, config.seed), tokens, marks),
         **_scalars(plan, name, measured, followed, softmax),
+        "distance_refusal": Variable((), refusal, "", "why there is no Q/K distance; empty: there is one"),
     }
     coords = {
         "checkpoint": Variable(CHECKPOINT, list(run.checkpoints), "", "checkpoint, by rising tokens"),
@@ -160,7 +164,7 @@ def _prompts(plan: Any, name: str, values: dict[str, np.ndarray], softmax: np.nd
         "correct": (("checkpoint", "prompt"), "1", "1 if all digits are the argmax, teacher-forced"),
         "digits": (("checkpoint", "prompt"), "1", "share of digits right, teacher-forced"),
         "loss": (("checkpoint", "prompt"), "nat", "mean loss of the answer's tokens"),
-        "success": (("checkpoint", "prompt"), "1", "1 if greedy decoding gives the value"),
+        "success": (("checkpoint", "prompt"), "1", "1 if greedy decoding gives the answer, and so the value"),
         "mass": (per_head, "1", "attention mass on the value (recurrent heads: share of |W|)"),
         "entropy": (per_head, "1", "normalised entropy"),
         "copy": (per_head, "1", "copy score; NaN: not successful, or no softmax"),

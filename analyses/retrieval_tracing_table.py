@@ -66,6 +66,7 @@ def _found(group: Dataset, heads: Dataset) -> list[str]:
     wide = [str(layer) for layer in np.flatnonzero(heads["window"] >= group["length"])]
     if wide:
         lines.append(f"layers {', '.join(wide)}: the window holds the whole prompt, so they see what full layers see")
+    lines += [f"Q/K distance: n/a: {group['distance_refusal']}"] * bool(str(group["distance_refusal"]))
     recurrent = heads["recurrent_mass"][-1]
     if np.isfinite(recurrent).any():
         layer, head = np.unravel_index(np.nanargmax(recurrent), recurrent.shape)

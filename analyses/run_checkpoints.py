@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import models
-from analyses.checkpoints import Checkpoint, describe, is_native
+from analyses.checkpoints import Checkpoint, describe
 from models.errors import InputError
 from models.safetensors_files import read_json
 
 TRAINING = "training.json"
+WRITTEN_BY = ("transformers_version", "_name_or_path")
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,9 @@ class Run:
 def find_runs(paths: Sequence[Path]) -> dict[str, Run]:
     """{name: run}: the directory's name, with its parents' where two would be alike.
 
-    Raises InputError for no run, checkpoints of several models in one directory, equal or missing numbers of tokens,
-    Hugging Face checkpoints and damaged ones.
+    Native checkpoints or Hugging Face directories; several of one run must say in training.json how many tokens each
+    has seen. Raises InputError for no run, checkpoints of several models in one directory, and equal or missing numbers
+    of tokens; CheckpointError for damaged ones.
     """
     if not paths:
         raise InputError("no run given; name a directory with the checkpoints of a training run, or one checkpoint")
@@ -54,13 +56,7 @@ def find_runs(paths: Sequence[Path]) -> dict[str, Run]:
 
 def _run(name: str, path: Path) -> Run:
     found = models.find_checkpoints(path)
-    for checkpoint in found:
-        if not is_native(checkpoint):
-            raise InputError(
-                f"{checkpoint} is a Hugging Face checkpoint; heads can be traced and ablated in native ones only "
-                "(directories written by models.save)"
-            )
-    shapes = {checkpoint.name: read_json(checkpoint / "config.json") for checkpoint in found}
+    shapes = {checkpoint.name: _shape(checkpoint) for checkpoint in found}
     first = shapes[found[0].name]
     for other, shape in shapes.items():
         if shape != first:
@@ -83,6 +79,11 @@ def _run(name: str, path: Path) -> Run:
         tuple(training[checkpoint]["step"] for checkpoint in ordered),
         described[-1],
     )
+
+
+def _shape(checkpoint: Path) -> dict[str, Any]:
+    """config.json without what says how, not what, was written."""
+    return {key: value for key, value in read_json(checkpoint / "config.json").items() if key not in WRITTEN_BY}
 
 
 def _training(checkpoint: Path, needed: bool) -> dict[str, float]:

@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from analyses.figures.style import COLOURS, Look, looks
 from analyses.result import Dataset, Result
@@ -36,6 +37,7 @@ NONE, SINGLE, TOP, RANDOM = "none", "single", "top", "random"
 MARKS: dict[str, dict[str, Any]] = {
     "full": {"marker": "s", "markerfacecolor": COLOURS[0], "markeredgecolor": "black"},
     "swa": {"marker": "o", "markerfacecolor": "white", "markeredgecolor": "black"},
+    "recurrent": {"marker": "D", "markerfacecolor": COLOURS[4], "markeredgecolor": "black"},
 }
 CURVE_HEIGHT, RUN_HEIGHT, LETTERS_PER_INCH = 3.0, 3.6, 12
 
@@ -89,6 +91,9 @@ def _curves(
     for mark in _marks(rows, [curve for curve, _ in drawn]):
         axis.axhline(mark, color="grey", linewidth=0.6, zorder=0)
     axis.set_xscale("log")
+    axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tokens(value)))
+    axis.xaxis.set_minor_formatter(NullFormatter())
     axis.set_xlabel("training tokens")
     axis.set_ylim(bottom=min(0.0, axis.get_ylim()[0]))
 
@@ -145,14 +150,15 @@ def _ablations(axis: Axes, result: Result, name: str, label: str) -> None:
         axis.axis("off")
         axis.text(0.5, 0.5, "no ablation", ha="center", transform=axis.transAxes)
         return
-    n_layers, n_heads = heads["kind"].shape
+    n_layers = len(heads["kind"])
     accuracy, interval = group["accuracy"], group["accuracy"][0] + group["accuracy_change_interval"]
     for i in np.flatnonzero(group["kind"] == SINGLE):
         layer, head = group["heads"][i, 0]
+        kind, n_heads = heads["kind"][layer, head], np.count_nonzero(heads["kind"][layer] != "")
         place = layer + (head - (n_heads - 1) / 2) * 0.8 / n_heads
         axis.plot([place, place], np.clip(interval[i], 0, 1), color="black", linewidth=0.8, zorder=2)
         followed = heads["rank"][layer, head] > 0
-        axis.plot(place, accuracy[i], linestyle="none", zorder=3, **MARKS[heads["kind"][layer, head]])
+        axis.plot(place, accuracy[i], linestyle="none", zorder=3, **MARKS.get(kind, MARKS["recurrent"]))
         if followed:
             axis.plot(place, 1.09, marker="v", color="black", markersize=4, clip_on=False)
     for kind, place, marker in ((TOP, n_layers + 0.3, "*"), (RANDOM, n_layers + 1.3, "x")):
@@ -185,7 +191,7 @@ def _legend_and_title(figure: Figure, rows: dict[str, tuple[Result, str]], serie
         handles.append(Line2D([], [], color="black", linestyle=line))
         labels.append(role)
     handles += [Line2D([], [], linestyle="none", **mark) for mark in MARKS.values()]
-    labels += ["ablated: full-attention head", "ablated: sliding-window head"]
+    labels += ["ablated: full-attention head", "ablated: sliding-window head", "ablated: recurrent head"]
     handles.append(Patch(facecolor="white", edgecolor="#9a9a9a", hatch="////"))
     labels.append("n/a: no softmax")
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)

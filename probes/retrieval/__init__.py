@@ -8,7 +8,7 @@ layer reads o_t = sum over j of W_tj v_j: |W_tj| / sum of |W_tj| takes the place
 one forward.
 """
 
-from probes.retrieval.copying import CopyScore, copy_score
+from probes.retrieval.copying import CopyScore, copied_share, copy_score
 from probes.retrieval.rows import AttentionRows, attention_rows, entropy, normalised_entropy, span_mass
 from probes.retrieval.tracing import Trace, attention_entropy, attention_mass, by_kv_group, trace
 
@@ -20,6 +20,7 @@ __all__ = [
     "attention_mass",
     "attention_rows",
     "by_kv_group",
+    "copied_share",
     "copy_score",
     "entropy",
     "normalised_entropy",

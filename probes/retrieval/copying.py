@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -47,18 +48,26 @@ def copy_score(
     found = trace(model, whole, steps, needle[:, None], recurrent=False)
     values = torch.stack([row[first:stop] for row, (first, stop) in zip(prompts, needle.tolist(), strict=True)])
     success = (produced.unfold(1, size, 1) == values[:, None]).all(-1).any(-1).cpu()
-    per_sample = _copied(found.largest, whole.cpu(), produced.cpu(), needle.cpu()) / size
+    per_sample = copied_share(found.largest, whole, needle, steps)
     per_sample = torch.where(torch.tensor(found.softmax), per_sample, torch.nan)
     scored = per_sample[success]
     score = scored.mean(0) if len(scored) else torch.full(per_sample.shape[1:], torch.nan)
     return CopyScore(score, per_sample, success, int(success.sum()), produced)
 
 
-def _copied(largest: Tensor, whole: Tensor, produced: Tensor, needle: Tensor) -> Float[Tensor, "B L H"]:
-    """How many needle positions each head copied: [B, L, H, N] places of the largest weight, tokens, ranges."""
-    first, stop = (needle[:, i, None, None, None] for i in (0, 1))
+def copied_share(
+    largest: Int[Tensor, "B L H N"], tokens: Int[Tensor, "B T"], needle: Int[Tensor, "B 2"], steps: Sequence[int]
+) -> Float[Tensor, "B L H"]:
+    """Share of the needle's positions that each head copied at these N steps: 1 / |needle| for each.
+
+    `largest` is the key with most weight of the query at each step, which produces the token behind it; what the model
+    was given there must be what it would have said, or a decoding never comes to that step.
+    """
+    tokens, at = tokens.cpu(), torch.as_tensor(list(steps))
+    produced = tokens[:, at + 1][:, None, None, :]
+    first, stop = (needle.cpu()[:, i, None, None, None] for i in (0, 1))
     inside = (largest >= first) & (largest < stop)
-    attended = whole[torch.arange(len(whole))[:, None, None, None], largest.clamp(min=0)]
-    right = inside & (attended == produced[:, None, None, :])
+    attended = tokens[torch.arange(len(tokens))[:, None, None, None], largest.clamp(min=0)]
+    right = inside & (attended == produced)
     place = torch.nn.functional.one_hot((largest - first).clamp(min=0) * right, int((stop - first).max()))
-    return (place * right[..., None]).amax(-2).sum(-1).float()
+    return (place * right[..., None]).amax(-2).sum(-1) / (stop - first)[..., 0]

@@ -25,24 +25,27 @@ def attention_rows(
     positions: Int[Tensor, " R"],
     *,
     bands: Sequence[tuple[int | None, int]] = (),
+    visible: Bool[Tensor, "R S"] | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     sink_logits: Float[Tensor, " H"] | None = None,
 ) -> AttentionRows:
     """softmax over visible s of scale q_r . k_s; query r stands at positions[r] of the S keys, after its rotation.
 
     bands are (window, sinks): keys of all of them are visible that lie in the last `window` (self included; None: all)
-    or among the first `sinks`. scale None is K ** -0.5. float32, or float64 if query is.
+    or among the first `sinks`. `visible` is visible_keys(positions, S, bands), for callers that have it already. scale
+    None is K ** -0.5. softcap c takes scores x to c tanh(x / c). float32, or float64 if query is.
     """
     wide = query.dtype if query.dtype == torch.float64 else torch.float32
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    groups = key.shape[2]
-    grouped = query.to(wide).mul(scale).unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)  # B G share R K
-    scores = (grouped @ key.to(wide).permute(0, 2, 3, 1).unsqueeze(2)).flatten(1, 2)
-    at, s = positions.to(key.device)[:, None], torch.arange(key.shape[1], device=key.device)[None]
-    visible = s <= at
-    for window, sinks in bands:
-        if window is not None:
-            visible = visible & ((at - s < window) | (s < sinks))
+    if visible is None:
+        visible = visible_keys(positions.to(key.device), key.shape[1], bands)
+    # the queries that share a kv head are rows of one matrix: broadcasting over them would copy the keys for each
+    grouped = query.to(wide).mul(scale).unflatten(2, (key.shape[2], -1)).permute(0, 2, 3, 1, 4)  # B G share R K
+    scores = grouped.flatten(2, 3) @ key.to(wide).permute(0, 2, 3, 1)
+    scores = scores.view(len(query), query.shape[2], *visible.shape)
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
     scores = scores.masked_fill(~visible, float("-inf"))
     if sink_logits is None:
         return AttentionRows(scores.softmax(-1), visible, None)
@@ -51,12 +54,32 @@ def attention_rows(
     return AttentionRows(p[..., :-1], visible, p[..., -1])
 
 
+def visible_keys(
+    positions: Int[Tensor, " R"], n_keys: int, bands: Sequence[tuple[int | None, int]] = ()
+) -> Bool[Tensor, "R S"]:
+    """Which of the first n_keys positions each query may attend to: the past and itself, inside every band."""
+    at, s = positions[:, None], torch.arange(n_keys, device=positions.device)[None]
+    visible = s <= at
+    for window, sinks in bands:
+        if window is not None:
+            visible = visible & ((at - s < window) | (s < sinks))
+    return visible
+
+
+def inside_spans(spans: Int[Tensor, "B N 2"], n_keys: int) -> Bool[Tensor, "B N S"]:
+    """Whether a key lies in the half-open token range [first, stop)."""
+    s = torch.arange(n_keys, device=spans.device)
+    return (s >= spans[..., :1]) & (s < spans[..., 1:])
+
+
 def span_mass(p: Float[Tensor, "B H R S"], spans: Int[Tensor, "B N 2"]) -> Float[Tensor, "B H R N"]:
     """Weight on the keys of each half-open token range [first, stop) of its sample."""
-    s = torch.arange(p.shape[-1], device=p.device)
-    spans = spans.to(p.device)
-    inside = (s >= spans[..., :1]) & (s < spans[..., 1:])
-    return torch.einsum("bhrs,bns->bhrn", p, inside.to(p.dtype))
+    return weight_inside(p, inside_spans(spans.to(p.device), p.shape[-1]).to(p.dtype))
+
+
+def weight_inside(p: Float[Tensor, "B H R S"], inside: Float[Tensor, "B N S"]) -> Float[Tensor, "B H R N"]:
+    """The sum of p over the keys whose indicator is 1."""
+    return torch.einsum("bhrs,bns->bhrn", p, inside)
 
 
 def entropy(p: Float[Tensor, "*rows S"]) -> Float[Tensor, "*rows"]:
@@ -69,4 +92,9 @@ def entropy(p: Float[Tensor, "*rows S"]) -> Float[Tensor, "*rows"]:
 
 def normalised_entropy(h: Float[Tensor, "*rows"], visible: Int[Tensor, "*rows"]) -> Float[Tensor, "*rows"]:
     """h / log(number of visible keys): 0 for one key, 1 for all alike. With a single visible key 0/0: NaN."""
-    return torch.where(visible > 1, h / visible.to(h.dtype).log(), torch.nan)
+    return h / log_count(visible).to(h.dtype)
+
+
+def log_count(visible: Int[Tensor, "*rows"]) -> Float[Tensor, "*rows"]:
+    """log(number of visible keys), float64; NaN where it is one, so that 0 / it is undefined."""
+    return torch.where(visible > 1, visible.double().log(), torch.nan)

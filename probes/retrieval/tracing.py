@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from probes.retrieval.rows import attention_rows, entropy, normalised_entropy, span_mass
-
-SOFTMAX = ("full", "swa")
-RECURRENT = ("lightning", "mamba2", "gdn")
+from probes.retrieval.sites import Queries, Site, find_sites, reading
 
 
 class Trace(NamedTuple):
@@ -50,18 +45,16 @@ def trace(
     recurrent layers too, one backward through their recurrence for every position. Raises ValueError for positions or
     spans outside the prompt, and for a layer that did not run.
     """
-    length = input_ids.shape[1]
-    where = _checked_positions(positions, length)
-    spans = _checked_spans(spans, input_ids)
-    sites = list(_sites(model, recurrent))
-    with _captured(sites, where, spans):
+    queries = Queries(_checked_positions(positions, input_ids.shape[1]), _checked_spans(spans, input_ids))
+    sites = find_sites(model, recurrent)
+    with reading(sites, queries):
         model.final_hidden(input_ids)
     silent = [site for site in sites if site.found is None]
     if silent:
         raise ValueError(
             f"layer {silent[0].layer} ({silent[0].kind}) did not run; expected one forward through all layers."
         )
-    return _assembled(model, sites, input_ids.shape[0], len(where), spans.shape[1])
+    return _assembled(model, sites, (len(input_ids), len(queries.positions), queries.spans.shape[1]))
 
 
 def attention_mass(
@@ -94,97 +87,27 @@ def by_kv_group(
     return grouped.mean(-1) if how == "mean" else grouped.amax(-1)
 
 
-@dataclass
-class _Site:
-    """One path of one layer, its first column among the layer's heads, and what was read there."""
-
-    layer: int
-    kind: str
-    heads: int
-    first: int
-    mixer: Any
-    seen: dict[str, Tensor] = field(default_factory=dict)
-    found: tuple[Tensor, ...] | None = None
-
-    def points(self) -> tuple[str, ...]:
-        """Hook points in the order in which they fire; the last completes what is needed."""
-        if self.kind in SOFTMAX:
-            return ("rot_q", "rot_k") if getattr(self.mixer, "rope_base", None) is not None else ("q", "k")
-        return {
-            "lightning": ("q", "k", "log_decay"),
-            "mamba2": ("k", "q", "beta", "log_decay"),
-            "gdn": ("q", "k", "beta", "log_decay"),
-        }[self.kind]
-
-    def read(self, where: Tensor, spans: Tensor) -> None:
-        if self.kind in SOFTMAX:
-            query, key = (self.seen[name] for name in self.points())
-            rows = attention_rows(
-                query, key, where, bands=self.mixer.bands(), sink_logits=getattr(self.mixer, "sink_logits", None)
-            )
-            p, visible, sink = rows.p, rows.visible.sum(-1), rows.sink_mass
-        else:
-            w = self.mixer.effective_rows(where, **self.seen).abs()
-            p = w / w.sum(-1, keepdim=True)
-            visible = torch.clamp(where + 1, max=self.mixer.state_window or int(where.max()) + 1).to(p.device)
-            sink = None
-        h = entropy(p)
-        none = torch.full_like(h, torch.nan)
-        self.found = (
-            span_mass(p, spans), h, normalised_entropy(h, visible), p.argmax(-1), none if sink is None else sink
-        )  # fmt: skip
-        self.seen.clear()
-
-
-def _sites(model: Any, recurrent: bool) -> Iterator[_Site]:
-    for layer in model.layers:
-        first = 0
-        for path, mixer in zip(layer.paths, layer.mixers, strict=True):
-            if path.kind in SOFTMAX or (recurrent and path.kind in RECURRENT):
-                yield _Site(layer.index, path.kind, path.heads, first, mixer)
-            first += path.heads
-
-
-@contextmanager
-def _captured(sites: Sequence[_Site], where: Tensor, spans: Tensor) -> Iterator[None]:
-    """Inside, each site reads its rows as soon as its operands have appeared: one layer's keys are held at a time."""
-    handles = []
-
-    def keeper(site: _Site, name: str, last: bool) -> Callable[..., None]:
-        def keep(module: Any, args: Any, value: Tensor) -> None:
-            rows_only = site.kind in SOFTMAX and name in ("q", "rot_q")
-            site.seen[name] = value.detach()[:, where.to(value.device)] if rows_only else value.detach()
-            if last:
-                site.read(where, spans)
-
-        return keep
-
-    try:
-        for site in sites:
-            names = site.points()
-            for name in names:
-                point = getattr(site.mixer, f"hook_{name}")
-                handles.append(point.register_forward_hook(keeper(site, name, name == names[-1])))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _assembled(model: Any, sites: Sequence[_Site], batch: int, rows: int, n_spans: int) -> Trace:
+def _assembled(model: Any, sites: Sequence[Site], shape: tuple[int, int, int]) -> Trace:
+    """One copy from the device for each table."""
+    batch, rows, n_spans = shape
     n_layers, heads = len(model.layers), max(sum(path.heads for path in layer.paths) for layer in model.layers)
-    shape = (batch, n_layers, heads, rows)
-    mass = torch.full((*shape, n_spans), torch.nan)
-    h, normalised, sink = (torch.full(shape, torch.nan) for _ in range(3))
-    largest = torch.full(shape, -1, dtype=torch.int64)
-    softmax = [[False] * heads for _ in range(n_layers)]
+    mass = torch.full((batch, n_layers, heads, rows, n_spans), torch.nan)
+    h, normalised, sink = (torch.full((batch, n_layers, heads, rows), torch.nan) for _ in range(3))
+    largest = torch.full((batch, n_layers, heads, rows), -1, dtype=torch.int64)
+    softmax = torch.zeros(n_layers, heads, dtype=torch.bool)
+    for index, table in enumerate((mass, h, normalised, largest, sink)):
+        columns: list[int] = []
+        values: list[Tensor] = []
+        for site in sites:
+            value: Tensor | None = None if site.found is None else site.found[index]
+            if value is not None:
+                columns += [site.layer * heads + site.first + n for n in range(site.heads)]
+                values.append(value if not values else value.to(values[0].device))
+        if values:
+            table.flatten(1, 2)[:, columns] = torch.cat(values, 1).to("cpu", table.dtype)
     for site in sites:
-        assert site.found is not None
-        columns = slice(site.first, site.first + site.heads)
-        for table, values in zip((mass, h, normalised, largest, sink), site.found, strict=True):
-            table[:, site.layer, columns] = values.to("cpu", table.dtype)
-        softmax[site.layer][columns] = [site.kind in SOFTMAX] * site.heads
-    return Trace(mass, h, normalised, largest, sink, tuple(map(tuple, softmax)))
+        softmax[site.layer, site.first : site.first + site.heads] = site.softmax
+    return Trace(mass, h, normalised, largest, sink, tuple(map(tuple, softmax.tolist())))
 
 
 def _checked_positions(positions: Sequence[int], length: int) -> Int[Tensor, " R"]:
@@ -199,7 +122,7 @@ def _checked_positions(positions: Sequence[int], length: int) -> Int[Tensor, " R
 def _checked_spans(spans: Tensor | None, input_ids: Tensor) -> Int[Tensor, "B N 2"]:
     batch, length = input_ids.shape
     if spans is None:
-        return torch.zeros(batch, 0, 2, dtype=torch.long, device=input_ids.device)
+        return torch.zeros(batch, 0, 2, dtype=torch.long)
     if spans.ndim != 3 or spans.shape[0] != batch or spans.shape[2] != 2:
         raise ValueError(
             f"spans has shape {list(spans.shape)}; expected [B, N, 2] with B = {batch}: token ranges [first, stop)."

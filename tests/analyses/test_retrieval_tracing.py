@@ -6,10 +6,13 @@ import torch
 
 import models
 from analyses import retrieval_tracing, store
+from analyses import retrieval_tracing_measures as measures
+from analyses.retrieval_prompts import read_prompts
 from analyses.retrieval_tracing import Config
 from analyses.retrieval_tracing_table import table
 from models.config import HybridConfig
 from models.hybrid_lm import HybridLM
+from probes import retrieval
 
 VOCAB, LENGTH, NEEDLE = 12, 40, 4
 STRENGTHS = {1_000_000: 0.0, 10_000_000: 2.0, 100_000_000: 60.0}
@@ -134,6 +137,21 @@ def test_entropy_copy_score_and_distance_are_those_of_the_weights(planted):
     assert crossing_of(planted, "copy, followed", 0.5)["by"] in (1e7, 1e8)
 
 
+@pytest.mark.parametrize(("strength", "misled", "solved"), [(0.0, 0, 0), (60.0, 5, 9), (60.0, 0, 14)])
+def test_copy_score_is_that_of_greedy_decoding(tmp_path, strength, misled, solved):
+    """It is read off one forward over prompt and answer; decoding token by token gives the same, prompt by prompt."""
+    prompts, model = read_prompts(write_prompts(tmp_path / "prompts.npz")), copying(strength)
+    prompts.ids[:misled, LENGTH - 1] = prompts.ids[:misled, 0]  # these end in another token than the needle's first
+    found, answers = measures.trace(model, prompts, query=-1)
+    ids, needle = torch.from_numpy(prompts.ids[:, :LENGTH]), torch.from_numpy(prompts.value)
+    decoded = retrieval.copy_score(model, ids, needle)
+    assert found.success.tolist() == decoded.success.tolist() == answers.correct.tolist()
+    assert decoded.n_scored == solved
+    expected = np.where(decoded.success[:, None, None], decoded.per_sample, np.nan)
+    np.testing.assert_allclose(found.copy, expected)
+    assert solved == 0 or np.nanmax(found.copy[:, 1, 1]) == 1
+
+
 def test_ablating_the_planted_circuit_destroys_accuracy_and_others_do_not(planted):
     group = planted.groups["run/ablation"]
     assert series(planted, "accuracy").tolist()[::2] == [0, 1]
@@ -205,6 +223,12 @@ def test_a_random_model_on_needle_prompts_has_no_retrieval_head(tiny, tmp_path):
     np.testing.assert_allclose(heads["mass_group_max"][:, 3], heads["mass"][:, 3], rtol=1e-6)
     rest = (heads["kind"] == "full") & (heads["rank"] == 0)
     assert found["null/ablation/n_others"][0] == rest.sum()
+    labels = found["null/ablation/ablation"].tolist()
+    assert labels[:9] == ["none", "0.0", "0.1", "1.0", "1.1", "2.0", "2.1", "3.0", "3.1"], "recurrent heads too"
+    changes = found["null/ablation/loss_change"]
+    assert (changes[1:3] != 0).all()
+    grid = next(line for line in table(found).splitlines() if line.startswith("0      gdn"))
+    assert "n/a" not in grid
 
 
 def test_random_pairs_are_seeded_full_attention_heads_that_were_not_chosen(tiny, tmp_path):

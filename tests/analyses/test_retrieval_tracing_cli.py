@@ -77,7 +77,7 @@ BAD = [
     (["@empty"], r"empty holds no checkpoint"),
     ([], r"no run given"),
     (["@run", "--top", "999"], r"--top is 999, but .* has \d+ softmax heads"),
-    (["@hf"], r"hf is a Hugging Face checkpoint; heads can be traced and ablated in native ones only"),
+    (["@hf"], r"hf has neither model\.safetensors nor"),
     (["@mute"], r"mute has no tokenizer\.json; needle prompts need one, or give --prompts"),
     (["@half"], r"half/step_2/model\.safetensors .* is not a readable safetensors file"),
     (["@untold"], r"step_2/training\.json: tokens is None; expected the number of training tokens"),

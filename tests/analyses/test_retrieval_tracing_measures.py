@@ -79,17 +79,36 @@ def test_answers_are_those_of_the_logits_and_of_the_digits_held(model, prompts):
     assert answers.digits[1] >= 1 / 3
 
 
-def test_only_prompts_that_can_succeed_are_decoded(model, prompts, monkeypatch):
-    ids = prompts.ids.copy()
-    ids[0, -2:] = ids[0, 5:7]  # the answer repeats the value
-    repeating = RetrievalPrompts(ids, prompts.value, prompts.answer, prompts.digits)
-    decoded = []
-    monkeypatch.setattr(type(model), "generate", lambda self, ids, n, **_: decoded.extend(ids) or ids[:, :n])
-    wrong = measures.Answers(np.zeros(5, bool), np.zeros(5), np.zeros(5))
-    scores, success = measures.copy_score(model, repeating, wrong)
-    assert len(decoded) == 4, "prompt 0 cannot succeed, the others' answers are not their values"
-    assert not success[0]
-    assert np.isnan(scores[~success]).all()
+def test_an_answer_with_words_before_the_value_can_succeed():
+    ids = np.array([[1, 2, 3, 4, 9, 2, 3], [1, 2, 3, 4, 2, 9, 3]])
+    prompts = RetrievalPrompts(ids, np.array([[1, 3]] * 2), np.array([[4, 7]] * 2))
+    assert [measures._holds_value(prompts, row) for row in range(2)] == [True, False]
+
+
+def test_ablated_sets_are_whole_forwards_and_share_the_layers_below(model, prompts):
+    """Recurrent heads too. The layers below the lowest ablated head run once, not once a set."""
+    means = measures.mean_outputs(model, prompts)
+    sets = [[(1, 3)], [(2, 0)], [(3, 1), (2, 3)]]
+    calls = dict.fromkeys(range(4), 0)
+    handles = [
+        layer.block.register_forward_hook(lambda *_, index=layer.index: calls.update({index: calls[index] + 1}))
+        for layer in model.layers
+    ]
+    found = measures.ablated(model, prompts, sets, means)
+    for handle in handles:
+        handle.remove()
+    batches = len(list(prompts.alike(100)))
+    assert list(calls.values()) == [batches, *[batches * len(sets)] * 3]
+    _, unablated = measures.trace(model, prompts, query=-1)
+    for heads, answers in zip(sets, found, strict=True):
+        for row in range(5):
+            first, stop = prompts.answer[row]
+            with hooks.ablate(model, heads=heads, means=means), torch.no_grad():
+                log_p = model(torch.from_numpy(prompts.ids[row])[None])[0, first - 1 : stop - 1].log_softmax(-1)
+            expected = -float(log_p[range(stop - first), prompts.ids[row, first:stop]].mean())
+            assert answers.loss[row] == pytest.approx(expected, rel=1e-5)
+        assert np.abs(answers.loss - unablated.loss).max() > 1e-4, "the ablation acted"
+    assert measures.ablated(model, prompts, [], means) == []
 
 
 def test_a_model_that_computes_nan_does_not_pass(tiny, prompts):

@@ -148,6 +148,21 @@ def test_learned_sinks_take_their_share():
     torch.testing.assert_close(rows.p[1, 3, 2], torch.cat([scores, z[3:]]).softmax(0)[:-1])
 
 
+def test_soft_capped_scores_and_a_mask_made_beforehand():
+    torch.manual_seed(0)
+    q, k, at = 3 * torch.randn(2, 3, 4, 6), torch.randn(2, 9, 2, 6), torch.tensor([2, 5, 8])
+    bands = ((4, 1), (7, 0))
+    rows = retrieval.attention_rows(q, k, at, bands=bands, scale=0.7, softcap=1.5)
+    seen = [0, 2, 3, 4, 5]  # by query 5: its last four keys and the sink, all of them among the last seven
+    scores = 1.5 * torch.tanh(0.7 * k[1, seen, 1] @ q[1, 1, 3] / 1.5)
+    torch.testing.assert_close(rows.p[1, 3, 1, seen], scores.softmax(0))
+    assert rows.visible[1].nonzero().squeeze().tolist() == seen
+    assert rows.visible[2].nonzero().squeeze().tolist() == [5, 6, 7, 8], "the sink is behind the second band"
+    masked = retrieval.attention_rows(q, k, at, visible=rows.visible, scale=0.7, softcap=1.5)
+    assert torch.equal(masked.p, rows.p)
+    assert (retrieval.attention_rows(q, k, at, bands=bands, scale=0.7).p - rows.p).abs().max() > 0.1
+
+
 def test_kv_groups():
     table = torch.tensor([[1.0, 3.0, 5.0, 9.0, torch.nan]])
     assert retrieval.by_kv_group(table, 2, 4).tolist() == [[2.0, 7.0]]
