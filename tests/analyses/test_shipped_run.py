@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 import models
 from analyses import retrieval_tracing
@@ -13,10 +12,8 @@ from analyses.run_checkpoints import find_runs
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ROOT / "ckpt" / "nano"
-needs_run = pytest.mark.skipif(not RUN.exists(), reason="ckpt/nano is not there")
 
 
-@needs_run
 def test_the_card_states_what_the_checkpoints_say():
     run = find_runs([RUN])["nano"]
     card = (RUN / "README.md").read_text("utf-8")
@@ -29,14 +26,12 @@ def test_the_card_states_what_the_checkpoints_say():
     assert f"needles of {run.described.context} tokens found" in card
 
 
-@needs_run
 def test_a_run_beside_single_checkpoints_does_not_hide_or_join_them():
     found = [path.name for path in models.find_checkpoints(ROOT / "ckpt")]
     assert "nano" not in found
     assert {"gdn", "swa-512", "swa-32-nope"} <= set(found)
 
 
-@needs_run
 def test_a_retrieval_head_forms_and_needles_are_found(tmp_path):
     config = Config(paths=(RUN,), out=tmp_path / "r.h5", choosing=4, tracing=12, no_ablation=True)
     group = retrieval_tracing.retrieval_tracing(config).groups["nano"]

@@ -260,16 +260,23 @@ def test_scaling_law_reads_a_smaller_study(execute, tmp_path):
     assert found == ["no constant, all points", "with constant, all points"]
 
 
-def test_gradient_influence_reads_the_stored_file(execute):
+def test_gradient_influence_reads_the_stored_files(execute):
     name = "03_gradient_influence.ipynb"
     notebook, found = execute(name, "{'names': names, 'W': int(W), 'verdicts': verdicts.to_dict()}")
-    stored = store.read(NOTEBOOKS / "results" / "gradient_influence_shipped.h5")
-    assert found["names"] == [group for group in stored.groups if group and "/" not in group]
-    for checkpoint, column in found["verdicts"].items():  # the summary's own interval decides
-        summary = stored.groups[checkpoint]
+    stored = [store.read(path) for path in sorted((NOTEBOOKS / "results").glob("gradient_influence_*.h5"))]
+    summaries = [(group, result) for result in stored for group in result.groups if group and "/" not in group]
+    twice = [group for group, _ in summaries]
+    labels = [g if twice.count(g) == 1 else f"{g}, {r.attributes['score']}" for g, r in summaries]
+    assert found["names"] == labels
+    for label, (group, result) in zip(labels, summaries, strict=True):  # the summary's own interval decides
+        summary, column = result.groups[group], found["verdicts"][label]
         row = list(summary["window"]).index(found["W"])
         harmed = summary["truncation_loss_change_interval"][row, 0] > 0
         assert column[f"the last {found['W']} tokens alone cost loss"] == ("yes" if harmed else "no")
+        low, high = summary["slope_beyond_interval"][list(summary["window"]).index(2048)]
+        falls, flat = "it still falls beyond 2048: slope below 0", "it is flat beyond 2048: slope within ± 0.25"
+        assert column[falls] == ("yes" if high < 0 else "no")
+        assert column[flat] == ("yes" if low > -0.25 and high < 0.25 else "no")
     assert len(figures(notebook)) >= 2
     conclusions = [printed(code_cells(version)[-1]) for version in (notebook, committed(name))]
     assert conclusions[0] == conclusions[1], f"{name} is older than its result: run it again and commit it"
@@ -284,3 +291,57 @@ def test_gradient_influence_reads_a_smaller_study(execute, tmp_path):
     notebook = "03_gradient_influence.ipynb"
     _, found = execute(notebook, "{'names': names}", GRADIENT_INFLUENCE_H5=str(tmp_path / "small.h5"))
     assert found["names"] == [name]
+
+
+TRACING = NOTEBOOKS / "results" / "retrieval_tracing_runs.h5"
+
+
+def test_retrieval_tracing_reads_the_stored_file(execute):
+    name = "04_retrieval_tracing.ipynb"
+    notebook, found = execute(
+        name,
+        "{'names': names, 'verdicts': verdicts.to_dict(), 'mark': ACCURACY, 'drawn': {name: np.percentile("
+        "crossing_draws(name, 'accuracy', ACCURACY), [2.5, 97.5], method='closest_observation').tolist()"
+        " for name in traceable}}",
+    )
+    stored = store.read(TRACING)
+    assert found["names"] == [group for group in stored.groups if group and "/" not in group]
+    for run, column in found["verdicts"].items():  # the stored intervals decide
+        high = stored.groups[f"{run}/ablation"]["top_accuracy_change_interval"][0, 1]
+        assert column["ablating the first head costs accuracy"] == (
+            "-" if np.isnan(high) else "no" if high >= 0 else "yes"
+        )
+    for run, interval in found["drawn"].items():  # what it resamples from single prompts is what the summary holds
+        group = stored.groups[run]
+        (row,) = np.flatnonzero((group["crossing_series"] == "accuracy") & (group["crossing_mark"] == found["mark"]))
+        np.testing.assert_allclose(interval, group["crossing_interval"][row], rtol=1e-6)
+    assert len(figures(notebook)) >= 5
+    conclusions = [printed(code_cells(version)[-1]) for version in (notebook, committed(name))]
+    assert conclusions[0] == conclusions[1], f"{name} is older than {TRACING.name}: run it again and commit it"
+
+
+def test_retrieval_tracing_reads_a_smaller_study(execute, tmp_path):
+    """One checkpoint of one run, without ablations: nothing crosses, nothing is ablated."""
+    stored = store.read(TRACING)
+    run = next(iter(stored.groups))
+    groups = {
+        path: Dataset(last_checkpoint(group.variables), last_checkpoint(group.coords), group.description)
+        for path, group in stored.groups.items()
+        if path in (run, f"{run}/heads", f"{run}/prompts")
+    }
+    store.write(tmp_path / "small.h5", Result(groups, stored.attributes))
+    _, found = execute(
+        "04_retrieval_tracing.ipynb", "verdicts.to_dict()", RETRIEVAL_TRACING_H5=str(tmp_path / "small.h5")
+    )
+    assert list(found) == [run]
+    assert [text for text in found[run] if "crosses" in text and found[run][text] == "-"]
+    assert not [text for text in found[run] if text.startswith("ablating")]
+
+
+def last_checkpoint(variables):
+    return {
+        name: Variable(v.dims, v.values.take([-1], v.dims.index("checkpoint")), v.units, v.description)
+        if "checkpoint" in v.dims
+        else v
+        for name, v in variables.items()
+    }
