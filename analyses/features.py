@@ -1,10 +1,13 @@
-"""Residual-stream features of many prompts: batched, no logits, and what several prompts begin with computed once."""
+"""Residual-stream features of many prompts: batched, no logits, and what several prompts begin with computed once.
+
+On a GPU nothing waits for the device between the first forward and the last: prompts go there once, features come back
+once, so that kernels queue up while Python is busy.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,11 +15,15 @@ import torch
 from jaxtyping import Float, Int
 
 import models
+from analyses.shared_prefixes import Schedule, schedule, whole
 from hooks.streams import record_streams, stream_names
 
-TOKENS_PER_BATCH = {"cpu": 4096, "cuda": 65_536}
-WORTH_SHARING = 0.1
-"""Share of the tokens that must be saved: a cached token costs a little more than a plain one."""
+CPU_TOKENS = 4096  # of a batch
+GPU_BYTES = 48 * 2**20
+"""Of one [tokens, width] tensor of a batch: about the L2 of a GPU, inside which passes over the stream then stay."""
+CPU_LAUNCH, GPU_LAUNCH = 32.0, 5e11
+"""What a forward costs whatever it computes: in tokens (measured on the miniatures), in FLOP of a model's layers."""
+GPU_ALIGN = 64  # tokens: kernels are compiled anew for lengths that are no multiple of 16
 TOLERANCE = 1e-5
 """Of batching and of shared prefixes, in fp32: |difference| <= TOLERANCE x the feature's largest entry."""
 
@@ -44,8 +51,9 @@ def extract(
     The mixer's and the MLP's outputs are differences of these: resid_mid - resid_pre, resid_post - resid_mid. Tokens
     behind the last position are not computed. share_prefix (native models; others compute every prompt whole): what
     prompts begin with in common goes through models.Cache once. Of prompts that differ by where a needle stands in one
-    haystack this saves about half; where it would save little nothing is shared. Memory: the activations of
-    tokens_per_batch tokens, plus the cache.
+    haystack this saves about half; where it would save little nothing is shared. tokens_per_batch None: 4096 on a CPU,
+    on a GPU what makes 48 MB of residual stream, at least one prompt. Memory: the activations of a batch, the trunk's
+    keys and values, and the features of all prompts given.
     """
     length = ids.shape[1]
     where = sorted({position % length for position in positions if -length <= position < length})
@@ -54,89 +62,65 @@ def extract(
             f"{len(ids)} prompts of {length} tokens at positions {tuple(positions)}; expected prompts and different "
             "positions inside them"
         )
-    ids, order = ids[:, : where[-1] + 1], [where.index(position % length) for position in positions]
-    budget = tokens_per_batch or TOKENS_PER_BATCH[model.device.type]
-    names = stream_names(model)
-    values, computed = None, 0
-    for rows, streams, tokens in _forwards(model, ids, where, budget, share_prefix):
-        part = torch.stack([streams[name][:, order] for name in names], 2).cpu().numpy()
-        if values is None:
-            values = np.empty((len(ids), *part.shape[1:]), dtype=np.float32)
-        values[rows] = part
+    asked, ids = [where.index(position % length) for position in positions], ids[:, : where[-1] + 1]
+    plan = _schedule(model, ids, where[0], tokens_per_batch or _budget(model), share_prefix)
+    names, found, computed = stream_names(model), None, 0
+    for first, last, streams, tokens in _forwards(model, ids, where, plan):
+        part = torch.stack([streams[name].to(model.device) for name in names], 2)
+        if found is None:
+            found = part.new_empty(len(ids), *part.shape[1:])
+        found[first:last] = part
         computed += tokens
-    assert values is not None
-    return Extracted(names, values, computed)
+    assert found is not None
+    values = np.empty(found.shape, dtype=np.float32)
+    values[plan.order] = found.cpu().numpy()
+    return Extracted(names, values[:, asked], computed)
 
 
 @torch.no_grad()
 def mean_embedding(model: Any, ids: Int[np.ndarray, "N T"]) -> Float[np.ndarray, "N D"]:
     """The mean of a prompt's token embeddings, fp32: what uniform attention without any weights could pass on."""
-    rows = [model.embed(torch.from_numpy(row)[None].to(model.device))[0].float().mean(0) for row in ids]
+    rows = [model.embed(row[None])[0].float().mean(0) for row in torch.from_numpy(ids).to(model.device)]
     return torch.stack(rows).cpu().numpy()
 
 
-Batch = tuple[np.ndarray, dict[str, torch.Tensor], int]
+def _schedule(model: Any, ids: np.ndarray, latest: int, budget: int, share_prefix: bool) -> Schedule:
+    if not share_prefix or not isinstance(model, models.HybridLM):
+        return whole(len(ids), ids.shape[1], budget)
+    return schedule(ids, latest, budget, _launch(model), 1 if model.device.type == "cpu" else GPU_ALIGN)
 
 
-def _forwards(model: Any, ids: np.ndarray, where: Sequence[int], budget: int, share_prefix: bool) -> Iterator[Batch]:
-    """Rows of a batch, their streams, and the tokens it took."""
-    if share_prefix and isinstance(model, models.HybridLM):
-        trunk, shared = common_prefixes(ids)
-        shared = np.minimum(shared, where[0])  # what is read must be computed after the branching
-        if shared.sum() - shared.max() >= WORTH_SHARING * ids.size:
-            return _sharing(model, ids, where, budget, trunk=trunk, shared=shared)
-    return _whole(model, ids, where, budget)
+def _budget(model: Any) -> int:
+    if model.device.type == "cpu":
+        return CPU_TOKENS
+    token = model.embed(torch.zeros(1, 1, dtype=torch.long, device=model.device))
+    return int(GPU_BYTES // (token.numel() * token.element_size()))
 
 
-def _whole(model: Any, ids: np.ndarray, where: Sequence[int], budget: int) -> Iterator[Batch]:
-    size = max(1, budget // ids.shape[1])
-    for first in range(0, len(ids), size):
-        rows = np.arange(first, min(first + size, len(ids)))
-        batch = torch.from_numpy(ids[rows]).to(model.device)
-        with record_streams(model, where) as streams:
-            model.final_hidden(batch)
-        yield rows, streams, batch.numel()
+def _launch(model: models.HybridLM) -> float:
+    """Tokens that cost as much as launching one forward: few for a large model."""
+    if model.device.type == "cpu":
+        return CPU_LAUNCH
+    return GPU_LAUNCH / (2 * model.num_parameters(embeddings=False))
 
 
-def _sharing(
-    model: Any, ids: np.ndarray, where: Sequence[int], budget: int, *, trunk: int, shared: np.ndarray
-) -> Iterator[Batch]:
-    """Prompts in order of how long they follow the trunk, each batch continuing the trunk where its first one leaves.
+Batch = tuple[int, int, dict[str, torch.Tensor], int]
 
-    The trunk is the prompt that the others follow longest, such as the one whose needle comes last.
-    """
-    order = np.argsort(shared, kind="stable")
-    row = torch.from_numpy(ids[trunk][None]).to(model.device)
-    cache, first = models.Cache(), 0
-    while first < len(order):
-        start = int(shared[order[first]])
-        rows = order[first : first + max(1, budget // (ids.shape[1] - start))]
-        tokens = start - cache.length
-        if tokens:
-            model.final_hidden(row[:, cache.length : start], cache=cache)
-        batch = torch.from_numpy(ids[rows, start:]).to(model.device)
+
+def _forwards(model: Any, ids: np.ndarray, where: Sequence[int], plan: Schedule) -> Iterator[Batch]:
+    """Places first .. last - 1 of the plan's order, their streams, and the tokens forwarded for them."""
+    rows = torch.from_numpy(ids[plan.order]).to(model.device)
+    cache = models.Cache()
+    for first, last, start in plan.batches:
+        batch, behind = rows[first:last, start:], None
+        ahead = start - cache.length
+        if plan.trunk is not None:
+            if ahead:
+                model.final_hidden(rows[plan.trunk : plan.trunk + 1, cache.length : start], cache=cache)
+            behind = cache.branch(last - first)
         with record_streams(model, [position - start for position in where]) as streams:
-            model.final_hidden(batch, cache=cache.repeat(len(rows)))
-        yield rows, streams, tokens + batch.numel()
-        first += len(rows)
-
-
-def common_prefixes(ids: Int[np.ndarray, "N T"]) -> tuple[int, Int[np.ndarray, " N"]]:
-    """The row that shares most with the others, and how many leading tokens each row has in common with it."""
-    order = sorted(range(len(ids)), key=lambda row: ids[row].astype(">i8").tobytes())
-    near = np.array([_common(ids[a], ids[b]) for a, b in pairwise(order)], dtype=np.int64)
-    # in this order two rows share the least of what the neighbours between them share
-    best, lengths = -1, np.zeros(len(ids), dtype=np.int64)
-    for at in range(len(order)):
-        ahead = np.minimum.accumulate(near[at:])
-        behind = np.minimum.accumulate(near[:at][::-1])[::-1]
-        if best < 0 or ahead.sum() + behind.sum() > lengths.sum():
-            best, lengths = at, np.concatenate([behind, ahead])
-    found = np.full(len(ids), ids.shape[1])
-    found[[row for at, row in enumerate(order) if at != best]] = lengths
-    return order[best], found
-
-
-def _common(a: np.ndarray, b: np.ndarray) -> int:
-    different = a != b
-    return int(different.argmax()) if different.any() else len(a)
+            if behind is None:
+                model.final_hidden(batch)
+            else:
+                model.final_hidden(batch, cache=behind)
+        yield first, last, streams, ahead + batch.numel()

@@ -76,6 +76,12 @@ class Config:
     """How many of them, 2 to 8; default: 8."""
     after_shared: Flag = False
     """Give the answer tokens that all values share, and probe the last of them instead of the last prompt token."""
+    depth: Annotated[tuple[float, ...] | None, _shown("SHARE [SHARE ...]")] = None
+    """Shares of the haystack in front of the needle, crossed with the classes; default: drawn uniformly."""
+    form: Literal["single", "multi_key"] = "single"
+    """multi_key: further needles with other keys, whose values are no class."""
+    distractors: int = 3
+    """Of these, in multi_key."""
     controls: Annotated[tuple[Control, ...], _shown("NAME [NAME ...]")] = CONTROLS
     """shuffled labels; random: the same architecture untrained; null: noise without the needle. Default: all."""
     classifier: Annotated[Literal["multinomial", "one-vs-rest"] | None, _shown("multinomial|one-vs-rest")] = None
@@ -106,6 +112,10 @@ class Config:
                 raise InputError(f"--{name} is {value}; expected {least} or more")
         if self.classes is not None and self.classes > CLASSES:
             raise InputError(f"--classes is {self.classes}; the value sets have {CLASSES}")
+        if self.distractors < 1:
+            raise InputError(f"--distractors is {self.distractors}; expected 1 or more (--form single has none)")
+        if self.depth is not None and not (self.depth and all(0 <= share <= 1 for share in self.depth)):
+            raise InputError(f"--depth is {' '.join(map(str, self.depth))}; expected shares between 0 and 1")
         if self.C is not None and not 0 < self.C < float("inf"):
             raise InputError(f"--C is {self.C}; expected a number above 0")
         if self.test_size is not None and not 0 < self.test_size < 1:

@@ -26,7 +26,7 @@ from models.safetensors_files import read_json
 from probes import layerwise, niah
 from probes.layerwise.labels import design
 
-UNIT_SAMPLES = {"cpu": 64, "cuda": 256}
+CPU_UNIT, GPU_UNIT_TOKENS = 64, 2**22  # prompts of a unit on a CPU, tokens of one on a GPU: seconds of work
 FIT_BYTES = 8e9  # of standardised features at once on a GPU; fixed, since probes fitted together share rounding
 MEAN_EMBEDDING, NEEDLE_DEPTH = "mean embedding", "needle depth"
 
@@ -107,7 +107,8 @@ class Plan:
                 self._made[key] = ProbingPrompts(
                     checkpoint.tokenizer, haystack=haystack, length=length, n=self.n, seed=self.config.seed,
                     values=self.values, documents=self.documents,
-                    after_shared=self.config.resolved("after_shared"),
+                    after_shared=self.config.resolved("after_shared"), depth=self.config.depth,
+                    form=self.config.form, distractors=self.config.distractors,
                 )  # fmt: skip
                 self._made[key].batch(0, min(self.n, len(self.values)))
             except ValueError as error:
@@ -175,7 +176,7 @@ class Plan:
     def extractions(self, name: str, haystack: str, weights: str) -> list[Extraction]:
         """In order of prompts. Checkpoints of one architecture and tokenizer share their untrained twin."""
         owner = name if weights == TRAINED else self._twins[name]
-        size = UNIT_SAMPLES[self.device.type]
+        size = max(CPU_UNIT, GPU_UNIT_TOKENS // self.lengths[owner]) if self.on_gpu else CPU_UNIT
         return [Extraction(owner, haystack, weights, *rows) for rows in batches(self.n, size)]
 
     @functools.cached_property

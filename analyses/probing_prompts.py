@@ -6,9 +6,10 @@ teacher forcing. The classes' next tokens there must all differ, or the model ha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Int
@@ -20,6 +21,8 @@ from probes.niah.wording import Template, fill
 
 NULL = "null"  # the noise haystack with the needle taken out
 DEPTH_BINS = 16
+KEPT_BYTES = 256e6
+Form = Literal["single", "multi_key"]  # the others ask for several values, and the class may stand behind others
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +43,8 @@ class ProbingPrompts:
 
     def __init__(
         self, tokenizer: Any, *, haystack: str, length: int, n: int, seed: int, values: tuple[str, ...],
-        after_shared: bool, documents: Mapping[str, str] | None = None,
+        after_shared: bool, documents: Mapping[str, str] | None = None, depth: Sequence[float] | None = None,
+        form: Form = "single", distractors: int = 0,
     ) -> None:  # fmt: skip
         self.tokenizer, self.values, self.length, self.n = tokenizer, values, length, n
         self.without_needle = haystack == NULL
@@ -53,9 +57,11 @@ class ProbingPrompts:
             if extra not in built:
                 built[extra] = niah.build(
                     tokenizer, length=length + extra, n=n, seed=seed, haystack=kind, values=values,
-                    documents=documents if kind == "essay" else None,
+                    after_shared=after_shared, depth="uniform" if depth is None else depth, form=form,
+                    distractors=distractors, documents=documents if kind == "essay" else None,
                 )  # fmt: skip
         self._streams = [built[len(answer) - self.given] for answer in answers]
+        self._kept: OrderedDict[tuple[int, int], Batch] = OrderedDict()
 
     @property
     def hashes(self) -> list[str]:
@@ -63,8 +69,16 @@ class ProbingPrompts:
         return sorted({str(stream.metadata()["hash"]) for stream in self._streams})
 
     def batch(self, first: int, last: int) -> Batch:
-        """Prompts first .. last - 1."""
+        """Prompts first .. last - 1; kept, up to KEPT_BYTES, for the next model that is given them."""
+        if (first, last) not in self._kept:
+            self._kept[first, last] = self._built(first, last)
+            while len(self._kept) > 1 and sum(batch.ids.nbytes for batch in self._kept.values()) > KEPT_BYTES:
+                self._kept.popitem(last=False)
+        return self._kept[first, last]
+
+    def _built(self, first: int, last: int) -> Batch:
         samples = [self._streams[index % len(self.values)][index] for index in range(first, last)]
+        assert all(sample.probe == self.length - 1 for sample in samples)
         rows = [sample.input_ids[: self.length] for sample in samples]
         if self.without_needle:
             rows = [self._emptied(row, sample) for row, sample in zip(rows, samples, strict=True)]
@@ -88,24 +102,15 @@ class ProbingPrompts:
 
 
 def given_tokens(tokenizer: Any, values: tuple[str, ...], after_shared: bool) -> int:
-    """Answer tokens given before the class is probed; InputError where the next tokens do not tell all classes apart.
-
-    0, or with `after_shared` as many as all answers share.
-    """
-    answers = niah.answer_tokens(tokenizer, values)
-    shared = niah.shared_answer_tokens(tokenizer, values)
-    given = shared if after_shared else 0
-    following = {answer[given : given + 1] for answer in answers}
-    if len(following) == len(values):
-        return given
-    where = f"after the {given} answer tokens that they share" if given else "after the last prompt token"
-    remedy = "use --values easy, or fewer --classes"
-    if shared and not after_shared:
-        remedy = f"add --after-shared (probe behind the {shared} tokens that all answers begin with), or {remedy}"
-    raise InputError(
-        f"{where} the {len(values)} values {values[0]} ... {values[-1]} go on with {len(following)} different "
-        f"token(s) under this tokenizer, expected {len(values)}: what a probe there finds is not the class; {remedy}"
-    )
+    """niah.given_tokens, with what the command line can do about a refusal."""
+    try:
+        return niah.given_tokens(tokenizer, values, after_shared)
+    except niah.ClassSetError as error:
+        remedy = "use --values easy, or fewer --classes"
+        if error.shared:
+            behind = f"probe behind the {error.shared} tokens that all answers begin with"
+            remedy = f"add --after-shared ({behind}), or {remedy}"
+        raise InputError(f"{error.finding}; {remedy}") from error
 
 
 def depth_bins(needle: Int[np.ndarray, " N"], length: int) -> np.ndarray:

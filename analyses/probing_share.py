@@ -12,9 +12,10 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from probes.layerwise import LayerwiseResult, layer_gains
+from probes.layerwise.resampling import resampled
 from probes.layerwise.result import Metric
 
-RESAMPLES, BLOCK = 10_000, 512
+RESAMPLES = 10_000
 
 
 class ShareDifference(NamedTuple):
@@ -32,11 +33,8 @@ def share_difference(
     known = ~np.isnan(gains[0].value + gains[1].value)
     full, rows = np.asarray(is_full)[known], gains[0].prompt_rows
     observed = [_share(gain.value[None, known], full) for gain in gains]
-    rng = np.random.default_rng(seed)
     found = []
-    for start in range(0, RESAMPLES, BLOCK):
-        count = min(BLOCK, RESAMPLES - start)
-        draws = rng.multinomial(len(rows), np.full(len(rows), 1 / len(rows)), size=count)
+    for draws in resampled(len(rows), RESAMPLES, seed):
         a, b = (_share((draws @ gain.prompt_sum[known].T) / (draws @ rows)[:, None], full) for gain in gains)
         found.append(a - b)
     drawn = np.concatenate(found)

@@ -116,12 +116,16 @@ def _gain(axis: Axes, group: Dataset, full: np.ndarray) -> None:
     axis.axhline(0, color="black", linewidth=0.8)
     _ticks(axis, full)
     if not str(group["share_status"]):
-        share, (low, high) = group["share"][TRAINED_ROW, 0], group["share_interval"][TRAINED_ROW, 0]
-        p = group["share_p"][TRAINED_ROW, 0]
-        text = (
-            f"full: {share:.2f} [{low:.2f}, {high:.2f}] of the gain, p = {p:.2f}" if np.isfinite(share) else "no gain"
-        )
-        axis.set_title(text, fontsize=8, pad=2)
+        axis.set_title("\n".join(_share(group, metric) for metric in ("accuracy", "log_loss")), fontsize=8, pad=2)
+
+
+def _share(group: Dataset, metric: str) -> str:
+    """The statistic chosen beforehand (of accuracy), and the same of the log-loss, which does not saturate."""
+    column, name = [str(m) for m in group["metric"]].index(metric), metric.replace("_", "-")
+    share, (low, high) = group["share"][TRAINED_ROW, column], group["share_interval"][TRAINED_ROW, column]
+    if not np.isfinite(share):
+        return f"no {name} gain"
+    return f"full: {share:.2f} [{low:.2f}, {high:.2f}] of {name} gain, p = {group['share_p'][TRAINED_ROW, column]:.2f}"
 
 
 def _ticks(axis: Axes, full: np.ndarray) -> None:

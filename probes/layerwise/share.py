@@ -19,9 +19,10 @@ from jaxtyping import Bool, Float
 
 from probes.layerwise.gains import Gain, LayerGains, layer_gains
 from probes.layerwise.intervals import check_level
+from probes.layerwise.resampling import resampled
 from probes.layerwise.result import LayerwiseResult, Metric
 
-_BLOCK = 512  # resamples or assignments held at once
+_BLOCK = 512  # assignments held at once
 _TIE = 1e-12  # shares closer than this are one: sums in another order round differently
 
 
@@ -130,10 +131,10 @@ def _bootstrap(
     sums, rows, prompts = gain.prompt_sum[known], gain.prompt_rows, len(gain.prompt_rows)
     if prompts < 2:
         return np.full(2, np.nan)
-    rng = np.random.default_rng(seed)
-    shares = []
-    for start in range(0, resamples, _BLOCK):
-        draws = rng.multinomial(prompts, np.full(prompts, 1 / prompts), size=min(_BLOCK, resamples - start))
-        shares.append(_shares((draws @ sums.T) / (draws @ rows)[:, None], full[None]))
-    drawn = np.concatenate(shares)
+    drawn = np.concatenate(
+        [
+            _shares((draws @ sums.T) / (draws @ rows)[:, None], full[None])
+            for draws in resampled(prompts, resamples, seed)
+        ]
+    )
     return np.full(2, np.nan) if np.isnan(drawn).all() else np.nanpercentile(drawn, [tail, 100 - tail])

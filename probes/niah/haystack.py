@@ -12,12 +12,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from pathlib import Path
 
 import numpy as np
 
 from probes.niah.tokens import Encoder
 from probes.niah.words import PLAIN
 
+Documents = Mapping[str, str | Path] | Sequence[str | Path]
 KINDS = ("repeat", "essay", "noise")
 # our own five sentences; RULER's niah_single_1 repeats five others of the same kind
 REPEATED: tuple[str, ...] = (
@@ -63,7 +65,7 @@ class Haystack:
         return hashlib.sha256("\n".join(self.lines).encode()).hexdigest()
 
 
-def make(kind: str, encoder: Encoder, seed: int, documents: Mapping[str, str] | Sequence[str] | None) -> Haystack:
+def make(kind: str, encoder: Encoder, seed: int, documents: Documents | None) -> Haystack:
     """Build the haystack `kind`; `documents` (named or not) belong to essay, which has a public-domain default."""
     if kind not in KINDS:
         raise ValueError(f"haystack is {kind!r}; expected one of {', '.join(KINDS)}")
@@ -85,14 +87,26 @@ def make(kind: str, encoder: Encoder, seed: int, documents: Mapping[str, str] | 
     return _encode(kind, names, lines, encoder)
 
 
-def _named(documents: Mapping[str, str] | Sequence[str] | None) -> dict[str, str]:
+def _named(documents: Documents | None) -> dict[str, str]:
     if documents is None:
         return {DEFAULT_ESSAY: (files("probes") / "data" / DEFAULT_ESSAY).read_text(encoding="utf-8")}
     if isinstance(documents, str):
         raise ValueError("documents is one string; expected a sequence of strings or {name: text}; pass [text]")
-    if isinstance(documents, Mapping):
-        return dict(documents)
-    return {f"document {i}": text for i, text in enumerate(documents)}
+    if not isinstance(documents, Mapping):
+        documents = {
+            f"document {i}" + (f", {text.name}" if isinstance(text, Path) else ""): text
+            for i, text in enumerate(documents)
+        }
+    return {name: _read(text) for name, text in documents.items()}
+
+
+def _read(text: str | Path) -> str:
+    if not isinstance(text, Path):
+        return text
+    try:
+        return text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{text}: no readable text file ({error}); expected UTF-8 text") from error
 
 
 def split_lines(text: str) -> list[str]:

@@ -48,14 +48,15 @@ class _Layout(NamedTuple):
 
 
 class Composer:
-    """Builds prompts of one length for one tokenizer and haystack."""
+    """Builds prompts of one length for one tokenizer and haystack; `given`: answer tokens before the probed place."""
 
     def __init__(
-        self, encoder: Encoder, haystack: Haystack, filler: Filler, template: Template, bos: bool | None, length: int
-    ) -> None:
+        self, encoder: Encoder, haystack: Haystack, filler: Filler, template: Template, bos: bool | None, length: int,
+        given: int,
+    ) -> None:  # fmt: skip
         self._encoder, self._haystack, self._filler, self._template = encoder, haystack, filler, template
         self._bos = encoder.bos(bos)
-        self._length = length
+        self._length, self._given = length, given
         self._heads: dict[str, np.ndarray] = {}
 
     def frame(self, parts: Parts) -> int:
@@ -81,9 +82,8 @@ class Composer:
         budget = self._length - len(self._bos) - encoded.tokens
         if budget < 1:
             raise ValueError(
-                f"sample {index}: length {self._length} leaves {budget} tokens for the haystack beside "
-                f"announcement, needles and "
-                f"question (key {draft.needles[0][0]!r}); ask for at least {self._length + 1 - budget} tokens"
+                f"sample {index}: length {self._length} leaves {budget} tokens for the haystack beside announcement, "
+                f"needles and question (key {draft.needles[0][0]!r}); ask for at least {self._length + 1 - budget}"
             )
         order = self._haystack.order(rng, budget)
         if self._haystack.additive:
@@ -95,8 +95,8 @@ class Composer:
                 if not fall_back:
                     raise ValueError(
                         f"sample {index}: ids put together from lines differ from encode(text), although they agree "
-                        f"line by line: "
-                        "the tokenizer looks further than a line; pass verify=1 to encode every prompt as a whole"
+                        "line by line: the tokenizer looks further than a line; pass verify=1 to encode every prompt "
+                        "as a whole"
                     )
         return self._encoded_whole(index, rng, draft, parts, encoded, order, budget)
 
@@ -272,6 +272,7 @@ class Composer:
             answer_spans=tuple(answers),
             answer_digits=digits,
             distractors=tuple(n for i, n in enumerate(draft.needles) if i not in draft.asked),
+            probe=answers[draft.asked.index(0)][0] - 1 + self._given,
         )
 
     def _check(self, index: int, draft: Draft, ids: np.ndarray, values: list[Span], answers: list[Span]) -> None:

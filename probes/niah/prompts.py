@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, overload
 
 import numpy as np
 
+from probes.niah.classes import given_tokens
 from probes.niah.filler import Filler
-from probes.niah.haystack import make
+from probes.niah.haystack import Documents, make
 from probes.niah.layout import Composer
 from probes.niah.sample import NIAHSample
 from probes.niah.tokens import Encoder, Tokenizer
@@ -36,6 +37,7 @@ class Settings:
     depth: tuple[float, ...] | None = None  # None = uniform
     keys: str | tuple[str, ...] = "words"
     values: tuple[str, ...] = ()  # () = random 7-digit numbers
+    after_shared: bool = False
     form: str = "single"
     distractors: int = 0  # needles beside the first one
     template: Template = field(default_factory=Template)
@@ -72,12 +74,15 @@ class Prompts(Sequence[NIAHSample]):
 
     depth: share of the haystack in front of the needle: "uniform" (drawn per prompt), one number or a grid (cycled).
     keys: "words" (adjective-noun), "numbers", "uuids" or own strings.
-    values: "numbers" (random, 7 digits), a named set ("easy", "hard") or own strings, taken in turn: sample.label.
+    values: a class set, "easy" (the default), "hard" or own strings, taken in turn: sample.label; or "numbers" (random,
+    7 digits). Classes whose answers begin with the same token are refused (ClassSetError), since the last prompt
+    token then says nothing of them.
+    after_shared: the answer tokens that all classes share are taken as given, and sample.probe lies behind them.
     form: "single"; "multi_key" (`distractors` further needles with other keys and values); "multi_value" (one key with
     1 + distractors values, all asked for, in the order of the text); "multi_query" (1 + distractors keys, all asked
     for). After RULER's tasks of these names.
-    documents: texts of haystack "essay", re-flowed to one sentence a line, from a random sentence on and round again if
-    they are shorter than the prompt; default: a presidential message of 1905.
+    documents: texts of haystack "essay", or paths of text files, re-flowed to one sentence a line, from a random
+    sentence on and round again if they are shorter than the prompt; default: a presidential message of 1905.
     bos: None = one BOS at index 0 if the tokenizer has a bos_id.
     verify: the text of every k-th prompt is encoded as a whole and must give the same ids (every prompt is checked
     round its needles and its question anyway); 1 = every prompt, 0 = none.
@@ -86,15 +91,16 @@ class Prompts(Sequence[NIAHSample]):
     is the least length that every prompt of these settings fits into; `additive` says which of the two ways is taken.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, settings: Settings, n: int, documents: Mapping[str, str] | Sequence[str] | None
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, settings: Settings, n: int, documents: Documents | None) -> None:
         if isinstance(n, bool) or not isinstance(n, int) or n < 0:
             raise ValueError(f"n is {n!r}; expected an integer >= 0")
         self.settings, self.n = settings, n
         encoder = Encoder(tokenizer)
         haystack = make(settings.haystack, encoder, settings.seed, documents)
-        self._composer = Composer(encoder, haystack, Filler(encoder), settings.template, settings.bos, settings.length)
+        given = self._given(tokenizer)
+        self._composer = Composer(
+            encoder, haystack, Filler(encoder), settings.template, settings.bos, settings.length, given
+        )
         self._haystack = haystack
         self._probe = hashlib.sha256(
             json.dumps([encoder.encode(haystack.lines[0]), tokenizer.vocab_size]).encode()
@@ -108,6 +114,10 @@ class Prompts(Sequence[NIAHSample]):
                 f"ask for at "
                 f"least {self.minimum_length}"
             )
+
+    def _given(self, tokenizer: Tokenizer) -> int:
+        s = self.settings
+        return given_tokens(tokenizer, s.values, s.after_shared, s.template) if s.values else 0
 
     @property
     def additive(self) -> bool:
@@ -149,8 +159,9 @@ class Prompts(Sequence[NIAHSample]):
         return (self[i] for i in range(self.n))
 
     def metadata(self) -> dict[str, Any]:
-        """JSON-able description for results: settings, hashes of template and haystack, `hash` over all but n."""
+        """JSON-able description for results: settings, hashes of template and haystack, `hash` of what decides ids."""
         s = asdict(self.settings)
+        after_shared = s.pop("after_shared")  # where a prompt is probed changes no token of it
         s["template_sha256"] = self.settings.template.sha256()
         s |= {
             "documents": list(self._haystack.names),
@@ -163,7 +174,7 @@ class Prompts(Sequence[NIAHSample]):
         }
         s = json.loads(json.dumps(s))
         digest = hashlib.sha256(json.dumps(s, sort_keys=True).encode()).hexdigest()
-        return s | {"n": self.n, "hash": digest}
+        return s | {"n": self.n, "hash": digest, "after_shared": after_shared}
 
 
 def build(
@@ -175,10 +186,11 @@ def build(
     haystack: str = "repeat",
     depth: str | float | Sequence[float] = "uniform",
     keys: str | Sequence[str] = "words",
-    values: str | Sequence[str] = "numbers",
+    values: str | Sequence[str] = "easy",
+    after_shared: bool = False,
     form: str = "single",
     distractors: int = 3,
-    documents: Mapping[str, str] | Sequence[str] | None = None,
+    documents: Documents | None = None,
     template: Template | None = None,
     bos: bool | None = None,
     verify: int = 64,
@@ -191,6 +203,7 @@ def build(
         depth=_depths(depth),
         keys=keys if isinstance(keys, str) else tuple(keys),
         values=_value_set(values),
+        after_shared=after_shared,
         form=form,
         distractors=0 if form == "single" else distractors,
         template=template or Template(),

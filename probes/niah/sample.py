@@ -35,6 +35,7 @@ class NIAHSample:
     answer_spans: tuple[Span, ...]
     answer_digits: tuple[int, ...]  # characters of a value held by each token of answer_span (0 between two values)
     distractors: tuple[tuple[str, str], ...]  # (key, value) of needles the question does not ask for
+    probe: int  # the token at which `value` is to be read: the next one tells the classes apart
 
 
 class Accuracy(NamedTuple):

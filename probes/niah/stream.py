@@ -174,6 +174,7 @@ def _sample(
         answer_spans=(answer,),
         answer_digits=question.digits,
         distractors=(),
+        probe=answer[0] - 1,
     )
 
 

@@ -240,3 +240,19 @@ def test_layers_and_settings_are_recorded(studies):
     assert (group["correct"][0] == (group["predicted"][0] == group["label"][0])).all()
     assert len(set(group["needle"])) > 20, "needles stand at depths of their own"
     assert ((group["needle"] > 60) & (group["needle"] < LENGTH - 60)).all(), "between announcement and question"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", PLANTED)
+def test_the_layer_is_found_on_a_gpu(tiny, tmp_path, name, dtype):
+    """Prompts of two units, prefixes shared, probes fitted there too."""
+    kinds, layer, seen = PLANTED[name]
+    tiny.save(planted(tiny, kinds, layer, seen), tmp_path / "c" / name)
+    settings = {**SHARED, "samples": 2 * N, "device": "cuda", "dtype": dtype, "haystack": (HAYSTACK[name],)}
+    result = layerwise_probing(Config(paths=(tmp_path / "c",), out=tmp_path / "r.h5", **settings))
+    group = result.groups[f"{name}/{HAYSTACK[name]}"]
+    assert np.argmax(group["gain"][0, 0]) == layer
+    assert group["gain_interval"][0, 0, layer, 0] > 0.5
+    assert inside(group, "shuffled labels")
+    assert inside(result.groups[f"{name}/null"], "trained")

@@ -66,6 +66,9 @@ BAD = [
     (["@ckpt", "--haystack", "straw"], r"straw"),
     (["@ckpt", "--texts", "@text.txt"], r"--texts is given, but --haystack is repeat noise; add essay"),
     (["@ckpt", "--haystack", "essay", "--texts", "@none"], r"none: no such file or folder"),
+    (["@ckpt", "--depth", "0.5", "1.5"], r"--depth is 0\.5 1\.5; expected shares between 0 and 1"),
+    (["@ckpt", "--distractors", "0"], r"--distractors is 0; expected 1 or more"),
+    (["@ckpt", "--form", "multi_value"], r"multi_value"),
     (["@ckpt", "--C", "0"], r"--C is 0\.0; expected a number above 0"),
     (["@ckpt", "--test-size", "1"], r"--test-size is 1\.0; expected a share between 0 and 1"),
     (["@ckpt", "--seed", "-1"], r"--seed is -1; expected 0 or more"),
@@ -175,11 +178,35 @@ def test_two_ranks_give_the_data_of_one_process(folder, finished, tmp_path):
     assert os.listdir(tmp_path) == ["two.h5"]
 
 
-def test_shared_prefixes_change_no_accuracy(folder, finished, tmp_path):
-    assert call(folder, "@ckpt/swa", "--whole-prompts", "--controls", "shuffled", "--out", str(tmp_path / "w.h5")) == 0
-    whole, shared = store.read(tmp_path / "w.h5").groups["swa/repeat"], store.read(finished).groups["swa/repeat"]
-    np.testing.assert_allclose(whole["log_p_true"][0], shared["log_p_true"][0], atol=1e-3)
-    assert whole["tokens_computed"] == N * LENGTH > shared["tokens_computed"]
+def test_shared_prefixes_change_no_accuracy(folder, tmp_path):
+    found = []
+    for name, more in (("whole", ["--whole-prompts"]), ("shared", [])):
+        out = tmp_path / f"{name}.h5"
+        short = ["--length", "600", "--haystack", "repeat", "--controls", "shuffled"]
+        assert call(folder, "@ckpt/swa", *short, *more, "--out", str(out)) == 0
+        found.append(store.read(out).groups["swa/repeat"])
+    whole, shared = found
+    # before the full layer all prompts look alike: features differ by rounding alone, which standardising enlarges
+    seen = list(whole["feature"]).index("blocks.1.hook_resid_mid")
+    np.testing.assert_allclose(whole["log_p_true"][0, seen:], shared["log_p_true"][0, seen:], atol=1e-3)
+    assert np.ptp(whole["log_p_true"][0, seen]) > 1, "the probe has learned something there"
+    assert whole["tokens_computed"] == N * 600 > 1.1 * shared["tokens_computed"]
+
+
+def test_depths_and_distractors_reach_the_prompts(folder, tmp_path):
+    """Needles at the two shares asked for, each with every class; the question's key picks one of three needles."""
+    options = ["--depth", "0.25", "1", "--form", "multi_key", "--distractors", "2", "--haystack", "noise"]
+    out = tmp_path / "d.h5"
+    assert call(folder, "@ckpt/gdn", *options, "--length", "1400", "--samples", "32", "--out", str(out)) == 0
+    result = store.read(out)
+    config = json.loads(result.attributes["config"])
+    assert (config["depth"], config["form"], config["distractors"]) == ([0.25, 1.0], "multi_key", 2)
+    group = result.groups["gdn/noise"]
+    places = np.sort(group["needle"])
+    gap = int(np.diff(places).argmax()) + 1
+    assert places[gap] - places[gap - 1] > 300, "two groups, far apart"
+    assert max(np.ptp(places[:gap]), np.ptp(places[gap:])) < 150
+    assert "gdn/null" in result.groups
 
 
 def test_a_hugging_face_directory_is_probed_too(tmp_path, tiny, capsys):
@@ -196,8 +223,11 @@ def test_a_hugging_face_directory_is_probed_too(tmp_path, tiny, capsys):
     result = store.read(tmp_path / "r.h5")
     group = result.groups["llama/noise"]
     assert json.loads(result.attributes["layer_kinds"]) == {"llama": ["full"] * 3}
-    assert [str(name) for name in group["feature"]][:2] == ["blocks.0.hook_resid_pre", "blocks.0.hook_resid_post"]
-    assert np.isnan(group["gain"][:, 1:]).all(), "no place between mixer and MLP is known"
+    names = [str(name) for name in group["feature"]]
+    assert names[0] == "blocks.0.hook_resid_pre"
+    assert [n for n in names if n.endswith("post")] == [f"blocks.{i}.hook_resid_post" for i in range(3)]
+    known = "blocks.0.hook_resid_mid" in names  # whether a place between mixer and MLP is known
+    assert (np.isfinite(group["gain"][:, 1:]) == known).all()
     assert np.isfinite(group["gain"][:, 0]).all()
     assert np.isfinite(group["over_random"]).all()
     assert not np.array_equal(group["log_p_true"][0], group["log_p_true"][1])

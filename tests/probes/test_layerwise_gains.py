@@ -11,6 +11,7 @@ import pytest
 from scipy.stats import norm, ttest_1samp
 
 from probes import layerwise
+from probes.layerwise import resampling
 from probes.layerwise.intervals import paired_shares, wilson
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -357,3 +358,16 @@ def test_stored_results_are_the_same_results(tmp_path):
     del arrays["predicted"]
     with pytest.raises(ValueError, match="lacks predicted"):
         layerwise.LayerwiseResult.from_arrays(arrays, metadata)
+
+
+def test_draws_are_the_same_for_every_statistic_of_a_seed(monkeypatch):
+    """Kept or drawn anew, and those of numpy's multinomial; each resample has as many prompts as there are."""
+    kept = np.concatenate([*resampling.resampled(7, 1100, 3)])
+    assert kept.shape == (1100, 7)
+    assert (kept.sum(1) == 7).all()
+    assert kept.mean(0) == pytest.approx(np.ones(7), abs=0.15)
+    first = np.random.default_rng(3).multinomial(7, np.full(7, 1 / 7), size=512)
+    np.testing.assert_array_equal(kept[:512], first)
+    monkeypatch.setattr(resampling, "_KEPT", 0)
+    np.testing.assert_array_equal(np.concatenate([*resampling.resampled(7, 1100, 3)]), kept)
+    assert not np.array_equal(np.concatenate([*resampling.resampled(7, 1100, 4)]), kept)
