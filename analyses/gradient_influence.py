@@ -4,9 +4,10 @@
 
 G(d) = E_x || ds(x) / de_{t-d} ||_2, Figure 5a of arXiv:2606.15378, on native checkpoints and Hugging Face directories:
 per text and distance, with intervals over texts, the flat baseline it falls to and where it meets it, shares of the
-total influence beyond windows, raw and without that baseline, and the noise of the number format. Beside it the direct
-form of the same claim: how the loss at the same targets grows when only the last w tokens are given. Distances and
-windows in tokens, losses in nats, influence in units of the score per unit of embedding.
+total influence beyond windows, raw and without that baseline, the slope at which it falls beyond them, and the noise of
+the number format. Beside it the direct form of the same claim: how the loss at the same targets grows when only the
+last w tokens are given. Distances and windows in tokens, losses in nats, influence in units of the score per unit of
+embedding.
 
 A Llama from a local directory as in the paper:
 
@@ -73,10 +74,15 @@ class Config:
     layers: Flag = False
     """Also the influence of every layer's input."""
     groups: Flag = False
-    """Also the influence that passes through the full mixers only, and through the efficient mixers only (native
-    checkpoints)."""
+    """Also the influence that passes through the full mixers only, and through the efficient mixers only."""
     noise_texts: int = NOISE_TEXTS
-    """Texts computed again in float32, where the model is not."""
+    """Texts computed again in float32, where the model is not: the number format's error of every gradient."""
+    compact: Flag = False
+    """Store the values of each text to two digits (5 bits of mantissa, within 1.6 %): a file of a third of the size.
+    Means and all that is derived from them are those of the exact values."""
+    keep_gb: Annotated[float | None, _shown("GB")] = None
+    """Activations kept for backward, in 10^9 bytes; blocks beyond compute theirs again, for a third more time. Default:
+    4 on a CPU, half of what is free on a GPU. Does not change the numbers."""
     device: Annotated[str | None, _shown("DEVICE")] = None
     """cpu or cuda; default: a GPU if there is one."""
     dtype: Annotated[str | None, _shown("DTYPE")] = None
@@ -94,6 +100,8 @@ class Config:
             value = getattr(self, name)
             if value is not None and value < bound:
                 raise InputError(f"--{name.replace('_', '-')} is {value}; expected {bound} or more")
+        if self.keep_gb is not None and not self.keep_gb >= 0:
+            raise InputError(f"--keep-gb is {self.keep_gb}; expected 0 (nothing is kept) or more")
         for value in self.windows or ():
             if value < 1:
                 raise InputError(f"--windows has {value}; expected tokens, 1 or more")

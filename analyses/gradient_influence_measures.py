@@ -14,6 +14,7 @@ from models.errors import InputError
 from probes import gradient
 from probes.long_ppl import token_losses
 
+CPU_BYTES = 4e9
 TOKENS_PER_BATCH = {"cpu": 4096, "cuda": 16_384}
 GROUPS = ("full", "efficient")
 
@@ -27,11 +28,15 @@ def influence(
     n_targets: int,
     through: str | None = None,
     layers: bool = False,
+    vectors: bool = False,
+    keep_gb: float | None = None,
 ) -> dict[str, np.ndarray]:
-    """norm [N, T] and score [N], and with `layers` norms [N, L, T] at every block's input, fp32.
+    """norm [N, T] and score [N], with `layers` norms [N, L, T] at every block's input, with `vectors` the gradient
+    [N, T, D] itself; fp32.
 
     Column d is distance d from the last position read; a BOS is the last column. `through` "full" or "efficient":
-    no gradient passes the mixers of the other group. InputError naming the text whose gradient is not finite.
+    no gradient passes the mixers of the other group. `keep_gb`: see Config. InputError naming the text whose gradient
+    is not finite.
     """
     stop_at = [] if through is None else outputs_of(model, GROUPS[1 - GROUPS.index(through)])
     found: list[Any] = []
@@ -46,24 +51,42 @@ def influence(
                     n_targets=n_targets,
                     stop_at=stop_at,
                     layers=layers,
+                    vectors=vectors,
+                    keep_bytes=1e9 * keep_gb if keep_gb is not None else _spare_bytes(model.device),
                 )
             )
         except ValueError as error:
             raise InputError(f"texts {', '.join(names[first:last])}: {error}") from error
-    arrays = {"norm": torch.cat([part.norm for part in found]), "score": torch.cat([part.score for part in found])}
-    if layers:
-        arrays["layers"] = torch.cat([part.layers for part in found])
-    return {name: values.float().cpu().numpy() for name, values in arrays.items()}
+    return _joined(found)
+
+
+def _joined(found: Sequence[Any]) -> dict[str, np.ndarray]:
+    """The batches one behind the other, on the CPU, by name; what was not asked for is not there."""
+    parts = {field: [getattr(part, field) for part in found] for field in gradient.GradientInfluence._fields}
+    return {name: torch.cat(values).float().cpu().numpy() for name, values in parts.items() if values[0] is not None}
+
+
+def _spare_bytes(device: torch.device) -> float:
+    """What activations may take: the other half is left to the block at work and to whoever shares the device."""
+    if device.type != "cuda":
+        return CPU_BYTES
+    free, _ = torch.cuda.mem_get_info(device)
+    return (free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)) / 2
 
 
 def outputs_of(model: Any, group: str) -> list[str]:
-    """Hook points of the outputs (hook_z) of all full or of all efficient mixers of a native model."""
-    return [
-        mixer.hook_z.name
-        for layer in model.layers
-        for path, mixer in zip(layer.paths, layer.mixers, strict=True)
-        if (path.kind == "full") == (group == "full")
-    ]
+    """Hook points of the outputs (hook_z) of all full or of all efficient mixers. InputError for a mixer without one
+    (of a Hugging Face family whose code cannot be reached there)."""
+    names = []
+    for layer in model.layers:
+        for path, mixer in zip(layer.paths, layer.mixers, strict=True):
+            if (path.kind == "full") == (group == "full"):
+                point = getattr(mixer, "hook_z", None)
+                if point is None:
+                    which = f"layers.{layer.index} ({path.kind})"
+                    raise InputError(f"{which} has no hook point at its mixer's output; leave out --groups")
+                names.append(point.name)
+    return names
 
 
 @torch.no_grad()

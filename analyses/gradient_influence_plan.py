@@ -21,8 +21,9 @@ from models.errors import InputError
 from probes.gradient import Score
 
 UNIT_TEXTS = {"cpu": 2, "cuda": 8}
-DIMS = {"norm": ("text", "d"), "score": ("text",), "bos": ("text",), "layers": ("text", "layer", "bin")}
-RESOLVED = ("paths", "texts", "preset", "length", "max_texts", "windows", "device", "dtype", "impl")
+DIMS = {"norm": ("text", "d"), "error": ("text", "d"), "score": ("text",), "bos": ("text",)}
+DIMS["layers"] = ("text", "layer", "bin")
+RESOLVED = ("paths", "texts", "preset", "length", "max_texts", "windows", "device", "dtype", "impl", "keep_gb")
 INFLUENCE, TRUNCATION, FLOAT32 = "influence", "truncation", "float32"
 
 
@@ -60,7 +61,6 @@ class Plan:
         self.cuts = self._cut(read, count)
         self.marked = {name: self._marked(name) for name in self.checkpoints}
         self._loaded: tuple[tuple[str, str], Any] | None = None
-        self.loaded_kinds: dict[str, list[str]] = {}  # of Hugging Face models, from the units that loaded them
 
     def _length(self, checkpoint: Checkpoint) -> int:
         length = self.config.resolved("length")
@@ -110,8 +110,6 @@ class Plan:
         return ", ".join(dict.fromkeys(self.dtypes.values()))
 
     def impl(self, name: str) -> str:
-        if not self.checkpoints[name].native:
-            return "transformers"
         return self.config.impl or default_impl(self.device, getattr(torch, self.dtypes[name]))
 
     def identity(self) -> dict[str, Any]:
@@ -143,17 +141,12 @@ class Plan:
         )
 
     def kinds(self, name: str) -> list[str]:
-        """Kind of each layer; of a Hugging Face model once its units are there."""
-        layers = self.checkpoints[name].layers
-        return self.loaded_kinds[name] if layers is None else [layer.kind for layer in layers]
+        return [layer.kind for layer in self.checkpoints[name].layers or ()]
 
     def not_applicable(self, name: str, group: str) -> str:
         """Why influence through a group means nothing for this checkpoint; empty if it applies."""
-        layers = self.checkpoints[name].layers
-        if layers is None:
-            return "n/a: mixers of Hugging Face directories have no points where gradients can be stopped"
-        kinds = {path.kind == "full" for layer in layers for path in layer.paths}
-        return "" if (group == "full") in kinds else f"n/a: no {group} path"
+        full = {path.kind == "full" for layer in self.checkpoints[name].layers or () for path in layer.paths}
+        return "" if (group == "full") in full else f"n/a: no {group} path"
 
     def noise_texts(self, name: str) -> int:
         """Texts that are computed in float32 too."""
@@ -176,29 +169,45 @@ class Plan:
         return [unit.id for unit in self.units.values() if (unit.checkpoint, unit.part) == (name, part)]
 
     def compute(self, unit: Unit) -> Dataset:
-        dtype = "float32" if unit.part == FLOAT32 else self.dtypes[unit.checkpoint]
-        model, cut = self.model(unit.checkpoint, dtype), self.cuts[unit.checkpoint]
-        ids, names = cut.ids[unit.first : unit.last], cut.names[unit.first : unit.last]
+        if unit.part == FLOAT32:
+            return self._noise(unit)
         if unit.part == TRUNCATION:
-            windows = [None, *self.windows(unit.checkpoint)]
-            losses = [self._losses(model, ids, names, window, cut.bos) for window in windows]
-            return Dataset({"loss": Variable(("text", "given"), np.stack(losses, axis=1), "nat", "all, then windows")})
+            return self._truncation(unit)
         first = unit.part == INFLUENCE
         through = unit.part if unit.part in measures.GROUPS else None
-        found = measures.influence(
-            model, ids, names, score=self.score, n_targets=self.n_targets, through=through,
-            layers=first and self.config.layers,
-        )  # fmt: skip
+        layers = first and self.config.layers
+        found = self._influence(unit, self.dtypes[unit.checkpoint], through=through, layers=layers)
         kept = self.n_distances(unit.checkpoint)
         found["bos"] = found["norm"][:, kept:].sum(1)  # at most one column
         found["norm"] = found["norm"][:, :kept]
-        if first and self.config.layers:
+        if layers:
             found["layers"] = bin_means(found["layers"][..., :kept], log_bins(kept)).astype(np.float32)
         if through:
             found["norm"] = bin_means(found["norm"], log_bins(kept)).astype(np.float32)
-        variables = {key: Variable(DIMS[key], values, "1", key) for key, values in found.items()}
-        kinds = [layer.kind for layer in model.layers]
-        return Dataset({**variables, "kind": Variable(("layer",), kinds, "", "kind of each layer")})
+        return Dataset(_variables(found))
+
+    def _influence(self, unit: Unit, dtype: str, **options: Any) -> dict[str, np.ndarray]:
+        model, cut = self.model(unit.checkpoint, dtype), self.cuts[unit.checkpoint]
+        ids, names = cut.ids[unit.first : unit.last], cut.names[unit.first : unit.last]
+        return measures.influence(
+            model, ids, names, score=self.score, n_targets=self.n_targets, keep_gb=self.config.keep_gb, **options
+        )
+
+    def _noise(self, unit: Unit) -> Dataset:
+        """The curve in float32, and the norm of what the gradient in the model's dtype differs from it by."""
+        exact, rough = (self._influence(unit, dtype, vectors=True) for dtype in (FLOAT32, self.dtypes[unit.checkpoint]))
+        error = np.linalg.norm(rough["gradient"] - exact["gradient"], axis=-1)
+        kept = self.n_distances(unit.checkpoint)
+        return Dataset(_variables({"norm": exact["norm"][:, :kept], "error": error[:, :kept]}))
+
+    def _truncation(self, unit: Unit) -> Dataset:
+        """Losses given all and given each window. With log_prob the former is minus the score of the influence units:
+        a forward less."""
+        model, cut = self.model(unit.checkpoint, self.dtypes[unit.checkpoint]), self.cuts[unit.checkpoint]
+        ids, names = cut.ids[unit.first : unit.last], cut.names[unit.first : unit.last]
+        windows = [*([] if self.score == "log_prob" else [None]), *self.windows(unit.checkpoint)]
+        losses = [self._losses(model, ids, names, window, cut.bos) for window in windows]
+        return Dataset({"loss": Variable(("text", "given"), np.stack(losses, axis=1), "nat", "all, then windows")})
 
     def _losses(self, model: Any, ids: np.ndarray, names: list[str], window: int | None, bos: bool) -> np.ndarray:
         if window is not None and window < self.n_targets:
@@ -213,3 +222,7 @@ class Plan:
             found = models.load(path, device=self.device, dtype=DTYPES[dtype], impl=self.config.impl)
             self._loaded = ((name, dtype), found)
         return self._loaded[1]
+
+
+def _variables(found: dict[str, np.ndarray]) -> dict[str, Variable]:
+    return {key: Variable(DIMS[key], values, "1", key) for key, values in found.items()}

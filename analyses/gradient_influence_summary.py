@@ -21,6 +21,7 @@ from analyses.influence_curve import (
     meeting,
     resampled,
     shares,
+    slopes,
 )
 from analyses.result import Dataset, Result, Variable
 
@@ -33,8 +34,7 @@ def join(plan: Any, parts: dict[str, Dataset]) -> Result:
     """Groups NAME, NAME/texts and, if there, NAME/layers, NAME/groups, NAME/noise for every checkpoint."""
     groups: dict[str, Dataset] = {}
     for name in plan.checkpoints:
-        plan.loaded_kinds[name] = [str(kind) for kind in parts[plan.parts(name, INFLUENCE)[0]]["kind"]]
-        norm, losses = (_rows(plan, parts, name, *of) for of in ((INFLUENCE, "norm"), (TRUNCATION, "loss")))
+        norm, losses = _rows(plan, parts, name, INFLUENCE, "norm"), _losses(plan, parts, name)
         groups[name] = _summary(plan, name, norm, losses)
         groups[f"{name}/texts"] = _texts(plan, name, parts, norm, losses)
         if plan.config.layers:
@@ -48,6 +48,34 @@ def join(plan: Any, parts: dict[str, Dataset]) -> Result:
 
 def _rows(plan: Any, parts: dict[str, Dataset], name: str, part: str, variable: str) -> np.ndarray:
     return np.concatenate([parts[unit][variable] for unit in plan.parts(name, part)])
+
+
+def _losses(plan: Any, parts: dict[str, Dataset], name: str) -> np.ndarray:
+    """Per text: mean loss at the targets given all, then given each window."""
+    losses = _rows(plan, parts, name, TRUNCATION, "loss")
+    if plan.score != "log_prob":
+        return losses
+    return np.concatenate([-_rows(plan, parts, name, INFLUENCE, "score")[:, None].astype(np.float64), losses], axis=1)
+
+
+def _per_text(plan: Any, values: np.ndarray) -> np.ndarray:
+    """float32 as stored; with --compact the last 18 of 23 bits of the mantissa are rounded off, which packs well."""
+    values = np.ascontiguousarray(values, dtype=np.float32)
+    if not plan.config.compact:
+        return values
+    bits = values.view(np.uint32)
+    even = (bits >> np.uint32(18)) & np.uint32(1)
+    rounded = (bits + np.uint32(0x1FFFF) + even) & np.uint32(0xFFFC0000)
+    return np.where(np.isfinite(values), rounded.view(np.float32), values)
+
+
+def _curve(plan: Any, found: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, ...]:
+    """A mean curve and its interval, in half the space with --compact."""
+    return tuple(values.astype(np.float32) for values in found) if plan.config.compact else found
+
+
+def _distance(count: int) -> Variable:
+    return Variable(("distance",), np.arange(count, dtype=np.int32), "token", "from the last position read, itself 0")
 
 
 def _units(plan: Any) -> str:
@@ -65,11 +93,11 @@ def _summary(plan: Any, name: str, norm: np.ndarray, losses: np.ndarray) -> Data
     base = baseline(norm, seed)
     variables: dict[str, Variable] = {}
 
-    def add(key: str, dims: tuple[str, ...], found: tuple[Any, Any], unit: str, text: str) -> None:
+    def add(key: str, dims: tuple[str, ...], found: tuple[Any, ...], unit: str, text: str) -> None:
         variables[key] = Variable(dims, found[0], unit, text)
         variables[f"{key}_interval"] = Variable((*dims, "bound"), found[1], unit, f"95 % bootstrap interval of {key}")
 
-    add("influence", ("distance",), mean_interval(norm, seed), units, "G(d), mean over texts")
+    add("influence", ("distance",), _curve(plan, mean_interval(norm, seed)), units, "G(d), mean over texts")
     binned = mean_interval(bin_means(norm, edges), seed)
     add("binned", ("bin",), binned, units, "mean of G(d) over the distances of a bin")
     over = excess(norm, edges, base, seed)
@@ -85,12 +113,14 @@ def _summary(plan: Any, name: str, norm: np.ndarray, losses: np.ndarray) -> Data
     add("share_beyond_above_baseline", ("window",), beyond.subtracted, "1", text)
     text = "mean of G(d) from w to the next window (or the end) / baseline - 1"
     add("band_over_baseline", ("window",), beyond.band, "1", text)
+    text = "d log G / d log d from w to the end, over bins, the first 4 tokens of a text left out: 0 where flat"
+    add("slope_beyond", ("window",), slopes(norm, edges, windows, seed), "1", text)
     change, draws = resampled(losses[:, 1:] - losses[:, :1], seed)
     text = "mean loss of the last n_targets tokens given the last w read, minus given all (paired); NaN: w < n_targets"
     add("truncation_loss_change", ("window",), (change, interval(draws)), "nat", text)
     variables["marked"] = Variable(("window",), np.isin(windows, plan.marked[name]), "1", "windows asked for")
     coords = {
-        "distance": Variable(("distance",), np.arange(norm.shape[1]), "token", "from the last position read, itself 0"),
+        "distance": _distance(norm.shape[1]),
         "bin": bins,
         "window": Variable(("window",), windows, "token", "distances below w lie within"),
         "bound": BOUND,
@@ -134,7 +164,7 @@ def _texts(plan: Any, name: str, parts: dict[str, Dataset], norm: np.ndarray, lo
     score, bos = (_rows(plan, parts, name, INFLUENCE, key) for key in ("score", "bos"))
     units = _units(plan)
     variables = {
-        "influence": Variable(("text", "distance"), norm.astype(np.float32), units, "|| ds / de_(t-d) ||_2"),
+        "influence": Variable(("text", "distance"), _per_text(plan, norm), units, "|| ds / de_(t-d) ||_2"),
         "score": Variable(("text",), score, units.split(" /")[0], f"s itself: {plan.score}, mean over the targets"),
         "n_tokens": Variable(("text",), plan.cuts[name].n_tokens, "token", "tokens of the whole text, a BOS included"),
         "loss": Variable(("text",), losses[:, 0], "nat", "mean loss of the last n_targets tokens, given all"),
@@ -142,14 +172,15 @@ def _texts(plan: Any, name: str, parts: dict[str, Dataset], norm: np.ndarray, lo
     }
     if plan.cuts[name].bos:
         variables["bos_influence"] = Variable(("text",), bos, units, "the same of the BOS, left out of the curves")
-    return Dataset(variables, _text_coord(plan, name), "Values of each text")
+    coords = {**_text_coord(plan, name), "distance": _distance(norm.shape[1])}
+    return Dataset(variables, coords, "Values of each text")
 
 
 def _layers(plan: Any, name: str, parts: dict[str, Dataset]) -> Dataset:
     values, (_, bins), kinds = _rows(plan, parts, name, INFLUENCE, "layers"), _bins(plan, name), plan.kinds(name)
     text = "|| ds / d(input of the layer)_(t-d) ||_2, mean over the distances of a bin"
     variables = {
-        "influence": Variable(("text", "layer", "bin"), values, "score / unit of residual stream", text),
+        "influence": Variable(("text", "layer", "bin"), _per_text(plan, values), "score / unit of stream", text),
         "kind": Variable(("layer",), kinds, "", "kind of the layer"),
     }
     coords = {"layer": Variable(("layer",), np.arange(len(kinds)), "1", "absolute layer id"), "bin": bins}
@@ -164,7 +195,7 @@ def _groups(plan: Any, name: str, parts: dict[str, Dataset]) -> Dataset:
               for group, no in zip(GROUPS, status, strict=True)]  # fmt: skip
     text = "influence when no gradient passes the mixers of the other group, mean over the distances of a bin"
     variables = {
-        "influence": Variable(("group", "text", "bin"), np.array(values, dtype=np.float32), _units(plan), text),
+        "influence": Variable(("group", "text", "bin"), _per_text(plan, np.array(values)), _units(plan), text),
         "status": Variable(("group",), status, "", "empty: measured"),
     }
     coords = {"group": Variable(("group",), list(GROUPS), "", "mixers that pass gradients"), "bin": bins}
@@ -173,21 +204,24 @@ def _groups(plan: Any, name: str, parts: dict[str, Dataset]) -> Dataset:
 
 def _noise(plan: Any, name: str, parts: dict[str, Dataset], norm: np.ndarray) -> Dataset:
     """The number format's part of the curve: the same texts in float32."""
-    exact = _rows(plan, parts, name, FLOAT32, "norm")
+    exact, error = (_rows(plan, parts, name, FLOAT32, key) for key in ("norm", "error"))
     edges, bins = _bins(plan, name)
     rough, fine = bin_means(norm[: len(exact)], edges), bin_means(exact, edges)
     (mean, draws), (_, fine_draws) = resampled(rough, plan.config.seed), resampled(fine, plan.config.seed)
     with np.errstate(divide="ignore", invalid="ignore"):
-        apart = np.abs(norm[: len(exact)].astype(np.float64) - exact) / exact
         relative, bounds = mean / fine.mean(0) - 1, interval(draws / fine_draws - 1)
-    dtype = plan.dtypes[name]
+    floor, floor_bounds = mean_interval(bin_means(error, edges), plan.config.seed)
+    dtype, units = plan.dtypes[name], _units(plan)
+    text = f"noise floor: || gradient in {dtype} - gradient in float32 ||_2, mean over texts and the distances of a bin"
+    pair = ("bin", "bound")
     variables = {
-        "influence_float32": Variable(("text", "distance"), exact.astype(np.float32), _units(plan), "in float32"),
+        "influence_float32": Variable(("text", "distance"), _per_text(plan, exact), units, "in float32"),
+        "error": Variable(("text", "distance"), _per_text(plan, error), units, "norm of the gradients' difference"),
+        "noise_floor": Variable(("bin",), floor, units, text),
+        "noise_floor_interval": Variable(pair, floor_bounds, units, "95 % bootstrap interval over texts"),
         "relative_difference": Variable(("bin",), relative, "1", f"binned G(d) in {dtype} / in float32 - 1"),
-        "relative_difference_interval": Variable(("bin", "bound"), bounds, "1", "95 % bootstrap interval over texts"),
-        "difference_of_a_token": Variable(
-            ("bin",), bin_means(apart.mean(0), edges), "1", f"mean of | {dtype} - float32 | / float32, token by token"
-        ),
+        "relative_difference_interval": Variable(pair, bounds, "1", "95 % bootstrap interval over texts"),
     }
-    coords = {"bin": bins, "bound": BOUND, **_text_coord(plan, name, len(exact))}
+    coords = {"bin": bins, "bound": BOUND, "distance": _distance(exact.shape[1])}
+    coords |= _text_coord(plan, name, len(exact))
     return Dataset(variables, coords, f"What {dtype} does to the curve, on the first {len(exact)} texts")

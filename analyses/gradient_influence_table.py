@@ -6,11 +6,12 @@ import numpy as np
 
 from analyses.result import Dataset, Result
 
-COLUMNS = ("w", "influence beyond w", "above the baseline", "band over baseline", "loss change, last w only")
+COLUMNS = ("w", "influence beyond w", "above baseline", "band over it", "log slope beyond", "loss change, last w only")
 LEGEND = (
-    "influence beyond w: share of the sum of G(d) at distances >= w; above the baseline: the same of G(d) minus it.\n"
-    "band over baseline: mean G(d) from w to the next line's w, / baseline - 1. loss change: nats, at the last tokens\n"
-    "when only the last w are given. [95 % bootstrap over texts; not over training seeds]. * marked windows."
+    "influence beyond w: share of the sum of G(d) at distances >= w; above baseline: the same of G(d) minus it.\n"
+    "band over it: mean G(d) from w to the next line's w, / baseline - 1. log slope beyond: d log G / d log d from w\n"
+    "on, 0 where flat. loss change: nats, at the last tokens when only the last w are given.\n"
+    "[95 % bootstrap over texts; not over training seeds]. * marked windows."
 )
 
 
@@ -53,6 +54,7 @@ def _row(group: Dataset, i: int) -> tuple[str, ...]:
         _value(group, "share_beyond", i, ".3f"),
         _value(group, "share_beyond_above_baseline", i, ".3f"),
         _value(group, "band_over_baseline", i, "+.2f"),
+        _value(group, "slope_beyond", i, "+.2f"),
         _value(group, "truncation_loss_change", i, "+.3f"),
     )
 
@@ -73,10 +75,14 @@ def _remarks(result: Result, name: str) -> list[str]:
             lines += [f"influence through {label} mixers only: {status}"] if status else []
     if f"{name}/noise" in result.groups:
         noise = result.groups[f"{name}/noise"]
-        far = noise["bin"] >= result.groups[name]["baseline_first"]
+        apart, group = noise["relative_difference"], result.groups[name]
+        base, far = group["baseline"], noise["bin"] >= group["baseline_first"]
+        at_most, at_baseline = (np.abs(values).max(initial=0) for values in (apart, apart[far]))
         lines.append(
-            f"against float32 on {noise['influence_float32'].shape[0]} texts: G(d) differs by "
-            f"{np.abs(noise['relative_difference']).max():.1%} at most, "
-            f"by {np.abs(noise['relative_difference'][far]).max(initial=0):.1%} where the baseline is read"
+            f"against float32 on {noise['influence_float32'].shape[0]} texts: G(d) differs by {at_most:.1%} at most, "
+            f"by {at_baseline:.1%} where the baseline is read"
         )
+        if base > 0:
+            floor = noise["noise_floor"][far].mean() / base
+            lines.append(f"there the norm of the error of a gradient, the noise floor, is {floor:.1%} of the baseline")
     return lines

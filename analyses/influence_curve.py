@@ -20,6 +20,8 @@ PER_OCTAVE = 4
 TAIL, TAIL_BLOCKS = 0.25, 16
 """The baseline is read from the last quarter of the distances, in up to 16 blocks."""
 SPREADS = 2.0
+FIRST_TOKENS = 4  # of a text: softmax models park weight on them, so their influence says nothing of distance
+LEAST_BINS = 3
 MAD = 1.4826  # standard deviation / median absolute deviation of a normal
 
 
@@ -150,6 +152,29 @@ def shares(norm: Float[np.ndarray, "N T"], windows: Sequence[int], base: Baselin
         band_draws = (draws[:, 1:-1] - draws[:, 2:]) / width / base.draws[:, None] - 1
     pairs = ((raw, raw_draws), (less, less_draws), (band, band_draws))
     return Shares(*((_finite(value), interval(_finite(sampled))) for value, sampled in pairs))
+
+
+def slopes(
+    norm: Float[np.ndarray, "N T"], edges: Int[np.ndarray, " E"], windows: Sequence[int], seed: int
+) -> tuple[Float[np.ndarray, " W"], Float[np.ndarray, "W 2"]]:
+    """d log G / d log d of the mean curve from each window on, with its interval: 0 where it is flat, -k for d^-k.
+
+    Least squares through the bins that begin at w or beyond, without the first FIRST_TOKENS tokens of the texts. NaN
+    with fewer than LEAST_BINS bins, and where the curve is exactly 0.
+    """
+    last = norm.shape[1] - FIRST_TOKENS
+    ends = np.append(edges[:-1][edges[:-1] < last], last)
+    mean, draws = resampled(bin_means(norm[:, :last], ends), seed)
+    at = np.log(np.sqrt((ends[:-1] + 1.0) * ends[1:]))  # of d + 1, so that the last position itself has a place
+    found = np.full((len(draws) + 1, len(windows)), np.nan)
+    with np.errstate(divide="ignore", invalid="ignore"):  # log 0
+        logs = np.log(np.concatenate([mean[None], draws]))
+        for column, window in enumerate(windows):
+            chosen = ends[:-1] >= window
+            if chosen.sum() >= LEAST_BINS:
+                centred = at[chosen] - at[chosen].mean()
+                found[:, column] = _finite(logs[:, chosen] @ centred / (centred @ centred))
+    return found[0], interval(found[1:])
 
 
 def _finite(ratios: np.ndarray) -> np.ndarray:

@@ -36,6 +36,8 @@ def draw(results: Sequence[Result]) -> Figure:
     for index, (label, (name, result)) in enumerate(zip(labels, curves, strict=True)):
         group = result.groups[name]
         _influence(left, group, label, series[label], scaled=len(scores) > 1)
+        if f"{name}/noise" in result.groups:
+            _floor(left, group, result.groups[f"{name}/noise"], label, series[label], scaled=len(scores) > 1)
         _truncation(right, group, label, series[label], SHIFT ** (index - (len(curves) - 1) / 2))
     marked = sorted({int(w) for n, r in curves for w in r.groups[n]["window"][r.groups[n]["marked"]]})
     longest = max(len(result.groups[name]["distance"]) for name, result in curves)
@@ -83,6 +85,15 @@ def _influence(axis: Axes, group: Dataset, label: str, look: Look, scaled: bool)
     if np.isfinite(group["meeting_distance"]) and group["baseline"] > 0:
         met = float(group["meeting_distance"]) + 1
         axis.plot(met, base, marker="|", markersize=14, markeredgewidth=2, color=look.color, linestyle="none")
+
+
+def _floor(axis: Axes, group: Dataset, noise: Dataset, label: str, look: Look, scaled: bool) -> None:
+    """What of the curve the number format could make up: the norm of the gradient's error."""
+    scale = float(group["baseline"]) if scaled and group["baseline"] > 0 else 1.0
+    first = noise["bin"]
+    at = np.sqrt((first + 1.0) * np.append(first[1:], len(group["distance"])))
+    floor = np.where(noise["noise_floor"] > 0, noise["noise_floor"], np.nan) / scale
+    axis.plot(at, floor, label=f"{label}: noise floor", color=look.color, linewidth=0.8)
 
 
 def _truncation(axis: Axes, group: Dataset, label: str, look: Look, shift: float) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -26,27 +26,67 @@ def frozen(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def recomputed(blocks: Iterable[Any], keep_hooks: bool) -> Iterator[None]:
-    """Inside, each block keeps its input only and runs again in backward, in eval mode too.
+def recomputed(blocks: Iterable[Any], keep_hooks: bool, keep_bytes: float = 0.0) -> Iterator[None]:
+    """Inside, blocks keep their input only and run again in backward, in eval mode too.
 
-    transformers' own switch does nothing outside training. `keep_hooks`: hooks inside the blocks act, so recomputation
-    must not stop before the last of them.
+    transformers' own switch does nothing outside training. The first blocks keep all that backward needs until that
+    is `keep_bytes` on a device; a block that would not fit runs again (the first one is always tried, if keep_bytes is
+    not 0). The first rather than the last, since their size is known before the next one runs. `keep_hooks`: hooks
+    inside the blocks act, so recomputation must not stop before the last of them.
     """
-    changed = []
+    changed, memory = [], _Kept(keep_bytes)
     try:
         for block in blocks:
             if "forward" in vars(block):
                 raise ValueError(
                     f"{type(block).__name__} has a forward of its own already; expected an unwrapped block. "
-                    "Leave the other context first, or pass recompute=False."
+                    "Leave the other context first, or pass keep_bytes=math.inf."
                 )
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+            block.forward = partial(_forward, memory, block, block.forward)
             changed.append(block)
         with set_checkpoint_early_stop(not keep_hooks):
             yield
     finally:
         for block in changed:
             del block.forward
+
+
+class _Kept:
+    """Bytes that backward still may keep, by device; what one block took so far at most."""
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        self.used: dict[torch.device, int] = {}
+        self.largest: dict[torch.device, int] = {}
+
+    def fits(self, device: torch.device) -> bool:
+        return self.limit > 0 and self.used.get(device, 0) + self.largest.get(device, 0) <= self.limit
+
+    def add(self, device: torch.device, count: int) -> None:
+        self.used[device] = self.used.get(device, 0) + count
+        self.largest[device] = max(self.largest.get(device, 0), count)
+
+
+def _forward(memory: _Kept, block: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    device = next((x.device for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), torch.device("cpu"))
+    if not memory.fits(device):
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+    counted = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
+    total = 0
+
+    def count(x: Tensor) -> Tensor:
+        nonlocal total
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in counted:  # views of one tensor share its memory
+            counted.add(storage.data_ptr())
+            total += storage.nbytes()
+        # a node that holds its own output would hold itself, and where gradients are stopped no backward lets it go
+        return x.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
+        result = forward(*args, **kwargs)
+    memory.add(device, total)
+    return result
 
 
 @contextmanager

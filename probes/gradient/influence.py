@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -23,6 +24,8 @@ class GradientInfluence(NamedTuple):
     """s itself (nats for log_prob)."""
     layers: Float[Tensor, "B L T"] | None
     """The same at the input of every block (blocks.N.hook_resid_pre), if asked for; layer 0 equals `norm`."""
+    gradient: Float[Tensor, "B T D"] | None
+    """ds / de_{t-d} itself, in the model's dtype, if asked for."""
 
 
 def gradient_influence(
@@ -34,7 +37,8 @@ def gradient_influence(
     targets: Sequence[int] | None = None,
     stop_at: Iterable[str] = (),
     layers: bool = False,
-    recompute: bool = True,
+    vectors: bool = False,
+    keep_bytes: float = 0.0,
 ) -> GradientInfluence:
     """How strongly the input embedding at each distance acts on the prediction, for each sample of the batch.
 
@@ -45,24 +49,28 @@ def gradient_influence(
 
     `model` needs embed, final_hidden (of embeddings), unembed, device, dtype and layers with their `block`; `stop_at`
     names hook points that no gradient passes (the mixer outputs of one group: what is left flows through the other and
-    the residual stream). `recompute` runs each block again in backward: activations of one block at a time, for about a
-    third more time. Norms are fp32. ValueError for bad arguments, and for a gradient that is not finite, naming the
-    sample and, with layers=True, the layer.
+    the residual stream). Each block runs again in backward, in eval mode too: activations of one block at a time, for
+    about a third more time. Blocks whose activations fit into `keep_bytes` (on each device) keep them instead; math.inf
+    keeps all. Numbers do not depend on it. Norms are fp32. ValueError for bad arguments, and for a gradient that is not
+    finite, naming the sample and, with layers=True, the layer.
     """
     read = input_ids[:, :-1] if score == "log_prob" else input_ids
     where = _checked_targets(input_ids, read.shape[1], score, n_targets, targets).to(input_ids.device)
     following = input_ids[:, where + 1] if score == "log_prob" else None
-    norm, scores, inputs = _backward(model, read, score, where, following, list(stop_at), layers, recompute)
+    if not keep_bytes >= 0:
+        raise ValueError(f"keep_bytes is {keep_bytes}; expected 0 (all blocks run again) or more, math.inf for all.")
+    gradient, scores, inputs = _backward(model, read, score, where, following, list(stop_at), layers, keep_bytes)
+    norm = norm_over_features(gradient)
     _require_finite(norm, inputs)
     resolved = None if inputs is None else torch.stack([_reached(x, norm) for x in inputs], 1).flip(-1)
-    return GradientInfluence(norm.flip(-1), scores.detach(), resolved)
+    return GradientInfluence(norm.flip(-1), scores.detach(), resolved, gradient.flip(1) if vectors else None)
 
 
 def _backward(
     model: Any, read: Tensor, score: Score, where: Tensor, following: Tensor | None, stop_at: list[str], layers: bool,
-    recompute: bool,
+    keep_bytes: float,
 ) -> tuple[Tensor, Tensor, list[Tensor | None] | None]:  # fmt: skip
-    """Norms [B, T] in the order of time, scores [B], and the norms at block inputs."""
+    """Gradient [B, T, D] in the order of time, scores [B], and the norms at block inputs."""
     blocks = [layer.block for layer in model.layers]
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
@@ -72,11 +80,11 @@ def _backward(
         if stop_at:
             stack.enter_context(stopped(model, stop_at))
         inputs = stack.enter_context(watched(blocks)) if layers else None
-        if recompute:
-            stack.enter_context(recomputed(blocks, keep_hooks=bool(stop_at)))
+        if keep_bytes < math.inf:
+            stack.enter_context(recomputed(blocks, bool(stop_at), keep_bytes))
         scores = of_hidden(model.final_hidden(embedded))
         (gradient,) = torch.autograd.grad(scores.sum(), embedded)
-    return norm_over_features(gradient), scores, inputs
+    return gradient, scores, inputs
 
 
 def _reached(layer: Tensor | None, norm: Tensor) -> Tensor:

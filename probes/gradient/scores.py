@@ -10,6 +10,7 @@ No logits are made but at the targets, and none at all for logit_sum where the u
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, get_args
@@ -24,7 +25,7 @@ from probes.gradient.frozen import wide
 Score = Literal["log_prob", "logit_sum", "argmax_logit"]
 SCORES: tuple[str, ...] = get_args(Score)
 CHUNK = 64  # target positions whose logits exist at a time
-CENTRED = 1e-3
+CENTRED = 0.05  # norm of the rows' sum / that of independent rows; centring in bfloat16 leaves about 0.02
 
 
 def score_function(
@@ -79,21 +80,26 @@ def _in_chunks(function: Callable[..., Tensor], hidden: Tensor, targets: Tensor,
 
 @torch.no_grad()
 def _sum_direction(model: Any) -> Float[Tensor, " D"] | None:
-    """The sum of the unembedding's rows, from its gradient; None where it is not linear (soft-capping)."""
+    """The sum of the unembedding's rows, from its gradient; None where it is not linear (soft-capping).
+
+    Hidden states far larger than real ones tell: a cap of 30 bends logits of 300, not those of a small probe. Powers
+    of two scale a linear map without rounding.
+    """
     width = model.final_hidden(torch.zeros(1, 1, dtype=torch.long, device=model.device)).shape[-1]
     generator = torch.Generator().manual_seed(0)
     probe = torch.randn(8, width, generator=generator).to(model.device, model.dtype)
-    logits = model.unembed(probe).float()
-    doubled = model.unembed(2 * probe).float()
-    if (doubled - 2 * logits).abs().max() > 1e-2 * logits.abs().max():
+    origin = wide(model.unembed(torch.zeros_like(probe)))  # the bias of an unembedding that has one
+    logits = wide(model.unembed(probe)) - origin
+    size = 2.0 ** min(12, 12 - math.frexp(float(logits.abs().max()))[1])  # logits of 4000 if float16 (65504) allows
+    enlarged = wide(model.unembed(probe * size)) - origin
+    if (enlarged - size * logits).abs().max() > 1e-2 * size * logits.abs().max():
         return None
-    typical = logits.shape[-1] ** 0.5 * logits.pow(2).mean().sqrt()
-    if logits.sum(-1).pow(2).mean().sqrt() < CENTRED * typical:
+    with torch.enable_grad():
+        start = torch.zeros(1, width, device=model.device, dtype=model.dtype, requires_grad=True)
+        (direction,) = torch.autograd.grad(model.unembed(start).sum(), start)
+    if direction.norm() < CENTRED * (logits.shape[-1] * logits.pow(2).mean()).sqrt():
         raise ValueError(
             "score is 'logit_sum' and the unembedding is centred: its rows sum to nothing, so the sum of the logits "
             "has no gradient. Expected an unembedding that is not centred; use score='log_prob'."
         )
-    with torch.enable_grad():
-        origin = torch.zeros(1, width, device=model.device, dtype=model.dtype, requires_grad=True)
-        (direction,) = torch.autograd.grad(model.unembed(origin).sum(), origin)
     return wide(direction[0])

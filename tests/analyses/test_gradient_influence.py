@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+import models
 from analyses import gradient_influence as analysis
 from analyses import store
 from analyses.gradient_influence import Config, gradient_influence
 from analyses.gradient_influence_table import table
+from probes import gradient
 
 V, T, BACK, GAIN = 96, 64, 20, 0.6
 CUR, OUT, CONST = range(V), range(V, 2 * V), 2 * V
@@ -206,11 +208,49 @@ def test_half_precision_is_compared_with_float32(tiny, tmp_path):
     noise = rough.groups["m/noise"]
     np.testing.assert_array_equal(noise["influence_float32"], exact["m/texts/influence"][:3])
     apart = np.abs(rough["m/texts/influence"][:3] / exact["m/texts/influence"][:3] - 1)
-    np.testing.assert_allclose(noise["difference_of_a_token"][0], apart[:, 0].mean(), rtol=1e-4)
-    assert 1e-5 < noise["difference_of_a_token"].mean() < 0.2
+    model, apart = models.load(tmp_path / "ckpt" / "m"), []
+    for name in rough["m/texts/text"][:3]:
+        ids = torch.tensor([model.tokenizer.encode((tmp_path / "texts" / f"{name}.txt").read_text())[:T]])
+        exactly, roughly = (
+            gradient.gradient_influence(m, ids, vectors=True).gradient[0].float() for m in (model, models.load(
+                tmp_path / "ckpt" / "m", dtype=torch.bfloat16))
+        )  # fmt: skip
+        apart.append((roughly - exactly).norm(dim=-1).numpy())
+    np.testing.assert_allclose(noise["error"], apart, rtol=1e-4, atol=1e-9)
+    np.testing.assert_allclose(noise["noise_floor"][:8], np.mean(apart, axis=0)[:8], rtol=1e-4)
+    size = noise["error"].mean(0) / noise["influence_float32"].mean(0)
+    assert 1e-3 < size.min() < size.max() < 0.2
+    low = np.abs(rough["m/texts/influence"][:3] - exact["m/texts/influence"][:3])
+    assert (low < noise["error"] * 1.001 + 1e-9).all(), "norms differ by less than vectors do"
     assert np.abs(noise["relative_difference"]).max() < 0.2
     assert "against float32 on 3 texts" in table(rough)
+    assert "the noise floor, is " in table(rough)
     assert rough.attributes["dtype"] == "bfloat16"
+
+
+def test_compact_files_hold_the_values_of_each_text_to_two_digits_and_the_same_summary(tiny, tmp_path):
+    tiny.save(tiny.model("swa", "full", context_length=T), tmp_path / "ckpt" / "m")
+    periodic(tmp_path / "texts", 5)
+    options = dict(layers=True, groups=True, dtype="bfloat16", noise_texts=2)
+    whole, packed = (study(tmp_path, out=tmp_path / f"{c}.h5", compact=c, **options) for c in (False, True))
+    for key, value in whole.groups["m"].variables.items():
+        np.testing.assert_allclose(packed.groups["m"].variables[key].values, value.values, rtol=1e-7, err_msg=key)
+    for group, key in (("texts", "influence"), ("layers", "influence"), ("groups", "influence"), ("noise", "error")):
+        values, stored = whole[f"m/{group}/{key}"], packed[f"m/{group}/{key}"]
+        apart = np.abs(stored / np.where(values, values, 1) - 1)[values > 0]
+        assert 1e-3 < apart.max() <= 2.0**-6
+        assert not (stored.view(np.uint32) & 0x3FFFF).any()
+        assert (stored[values == 0] == 0).all()
+
+
+def test_allowance_for_activations_does_not_change_the_numbers(tiny, tmp_path):
+    tiny.save(tiny.model("swa", "full", "gdn", context_length=T), tmp_path / "ckpt" / "m")
+    periodic(tmp_path / "texts", 3)
+    nothing, everything = (study(tmp_path, out=tmp_path / f"{gb}.h5", keep_gb=gb) for gb in (0, 10))
+    a, b = nothing["m/texts/influence"], everything["m/texts/influence"]
+    np.testing.assert_allclose(a, b, rtol=1e-5)
+    assert nothing.attributes["config"] == everything.attributes["config"]
+    assert study(tmp_path, out=tmp_path / "0.h5", keep_gb=5).digest() == nothing.digest(), "the finished one is kept"
 
 
 def test_the_papers_preset_and_what_overrides_it(copied, tmp_path):

@@ -89,6 +89,7 @@ BAD = [
     (["@ckpt", "--windows", "0"], r"--windows has 0"),
     (["@ckpt", "--windows", "39"], r"--windows has 39; curves have 39 distances"),
     (["@ckpt", "--noise-texts", "-1"], r"--noise-texts is -1; expected 0 or more"),
+    (["@ckpt", "--keep-gb", "-1"], r"--keep-gb is -1\.0; expected 0"),
     (["@ckpt", "--dtype", "float8"], r"--dtype is 'float8'; expected float32, bfloat16 or float16"),
     (["@ckpt", "--impl", "fast"], r"impl is 'fast'"),
     (["@ckpt", "--device", "tpu3000"], r"--device is 'tpu3000'; expected cpu, cuda or cuda:N"),
@@ -203,7 +204,7 @@ def test_a_hugging_face_directory_gives_the_probes_curves_without_its_bos(tiny, 
     path = llama(tmp_path / "llama", tiny, bos)
     assert call(folder, str(path), "--out", str(tmp_path / "r.h5"), "--groups", "--layers") == 0
     said = capsys.readouterr().out
-    assert "influence through full mixers only: n/a: mixers of Hugging Face directories" in said
+    assert "influence through efficient mixers only: n/a: no efficient path" in said
     result, model = store.read(tmp_path / "r.h5"), models.load(path)
     values = result.groups["llama/texts"]
     assert result["llama/length"] == LENGTH
@@ -215,6 +216,8 @@ def test_a_hugging_face_directory_gives_the_probes_curves_without_its_bos(tiny, 
         kept = LENGTH - 1 - bos
         np.testing.assert_allclose(values["influence"][row], expected.norm[0, :kept], rtol=1e-4)
         np.testing.assert_allclose(result["llama/layers/influence"][row, :, :8], expected.layers[0, :, :8], rtol=1e-4)
+        alone = result["llama/groups/influence"][0, row, :8]  # all mixers are full ones
+        np.testing.assert_allclose(alone, expected.norm[0, :8], rtol=1e-4)
         for column, window in enumerate(result["llama/window"]):
             given = torch.tensor([[*front, *ids[-window - 1 :]]])
             loss = -model(given)[0, -TARGETS - 1 : -1].log_softmax(-1).gather(-1, given[0, -TARGETS:, None]).mean()
@@ -222,7 +225,7 @@ def test_a_hugging_face_directory_gives_the_probes_curves_without_its_bos(tiny, 
         if bos:
             np.testing.assert_allclose(values["bos_influence"][row], expected.norm[0, -1], rtol=1e-4)
     assert ("bos_influence" in values.variables) == bos
-    assert result.attributes["kernel_impl"] == "transformers"
+    assert result.attributes["kernel_impl"] == "torch"
     assert result.attributes["layer_kinds"] == '{"llama": ["full", "full"]}'
 
 

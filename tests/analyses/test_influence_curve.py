@@ -11,6 +11,7 @@ from analyses.influence_curve import (
     mean_interval,
     meeting,
     shares,
+    slopes,
 )
 
 T = 2048
@@ -113,6 +114,28 @@ def test_a_second_rise_counts_and_flat_or_falling_curves_are_told_apart():
     base = baseline(falling, 0)
     assert np.percentile(base.drift_draws, 2.5) > 1.05
     assert abs(base.drift - 1.14) < 0.05, "1/d: 15/16 of the text over 13/16"
+
+
+@pytest.mark.parametrize("power", [0.0, -0.5, -1.0])
+def test_slopes_are_the_powers_put_in_and_first_tokens_do_not_bend_them(power):
+    norm = noisy((D + 1.0) ** power)
+    norm[:, -4:] *= 1000
+    found, bounds = slopes(norm, log_bins(T), [64, 512, 1024, 2000], 0)
+    np.testing.assert_allclose(found[:3], power, atol=0.05)
+    assert ((bounds[:3, 0] < power + 0.01) & (bounds[:3, 1] > power - 0.01)).all()
+    assert (np.diff(bounds[:3]) < 0.2).all()
+    assert np.isnan(found[3]), "two bins tell no slope"
+
+
+def test_slope_tells_a_floor_from_a_decay_that_goes_on():
+    floor = slopes(noisy(50.0 / (D + 1) ** 1.5 + 1), log_bins(T), [16, 512], 0)
+    decay = slopes(noisy(50.0 / (D + 1)), log_bins(T), [16, 512], 0)
+    assert floor[1][1, 1] > 0 > floor[1][0, 1], "flat from 512 on, not from 16 on"
+    assert decay[1][1, 1] < -0.8
+
+
+def test_a_curve_that_ends_has_no_slope():
+    assert np.isnan(slopes(np.tile(np.where(D < 900, 1.0, 0.0), (4, 1)), log_bins(T), [512], 0)[0])
 
 
 def test_one_text_has_no_interval_and_no_meeting():

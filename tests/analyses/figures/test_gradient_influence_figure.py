@@ -75,6 +75,15 @@ def test_curves_baseline_meeting_and_windows_are_those_stored(draw):
         assert [text.get_text() for text in axis.texts] == ["8"]
 
 
+def test_noise_floor_of_half_precision_is_drawn_where_it_was_measured(draw):
+    result, floor = synthetic(("gdn", "swa")), np.linspace(0.02, 0.01, len(BINS))
+    bins = {"bin": Variable(("bin",), BINS, "token", "bin")}
+    noise = Dataset({"noise_floor": Variable(("bin",), floor, "1", "noise floor")}, bins)
+    left = draw(Result({**result.groups, "swa/noise": noise}, result.attributes)).axes[0]
+    np.testing.assert_allclose(curve(left, "swa: noise floor").get_ydata(), floor)
+    assert "gdn: noise floor" not in [line.get_label() for line in left.lines]
+
+
 def test_series_differ_by_more_than_colour(draw):
     left = draw(synthetic(("a", "b", "c", "d"))).axes[0]
     looks = [(curve(left, n).get_marker(), curve(left, n).get_linestyle()) for n in "abcd"]
