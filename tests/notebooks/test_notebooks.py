@@ -1,9 +1,11 @@
 """The notebooks run from top to bottom on a CPU, and what is committed is what they print."""
 
 import copy
+import gc
 import json
 import os
 import re
+import warnings
 from pathlib import Path
 
 import nbformat
@@ -42,7 +44,15 @@ def execute(tmp_path_factory):
             notebook, km=manager, coalesce_streams=True, resources={"metadata": {"path": str(NOTEBOOKS)}}
         )
         search = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        client.execute(env={**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1", **environment})
+        try:
+            client.execute(env={**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1", **environment})
+        finally:
+            # jupyter_client leaves sockets to the garbage collector, which warns: here, and not in some later test
+            # that takes warnings for errors
+            del client, manager
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ResourceWarning)
+                gc.collect()
         answer = next(line for line in printed(notebook.cells.pop()).splitlines() if line.startswith("ANSWER "))
         return notebook, json.loads(answer.removeprefix("ANSWER "))
 
