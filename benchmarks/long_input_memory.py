@@ -1,4 +1,4 @@
-"""Peak memory of one S1 swa-128 forward over 16,384 tokens on a CPU: python benchmarks/long_input_memory.py [TOKENS]
+"""Peak memory of one S1 swa-128 forward over 16,384 tokens on a CPU: python -m benchmarks.long_input_memory [TOKENS]
 
 Random weights; logits of every token (4.8 GB of them).
 """
