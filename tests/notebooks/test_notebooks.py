@@ -204,7 +204,7 @@ def of_first_control(variable):
 
 
 def test_these_notebooks_are_there():
-    assert {"00_tour.ipynb", "01_receptive_field.ipynb", "02_layerwise_probing.ipynb", "05_scaling_law.ipynb"} <= set(
+    assert {"00_tour.ipynb", "01_receptive_field.ipynb", "02_layerwise_probing.ipynb", "07_scaling_law.ipynb"} <= set(
         NAMES
     )
 
@@ -247,7 +247,7 @@ def test_absolute_paths_are_recognised(text, machine):
 
 
 def test_scaling_law_reads_the_stored_file(execute):
-    name = "05_scaling_law.ipynb"
+    name = "07_scaling_law.ipynb"
     notebook, found = execute(
         name, "{'name': name, 'fits': group.fit.values.tolist(), 'alpha': free.parameters.values.tolist()[2]}"
     )
@@ -266,7 +266,7 @@ def test_scaling_law_reads_a_smaller_study(execute, tmp_path):
     rows = [f"{n},{n * r},{90 * n**-0.24 + 3500 * (n * r) ** -0.36}" for n in (1.5e7, 6.5e7) for r in (60, 130, 300)]
     (tmp_path / "t.csv").write_text("n,d,loss\n" + "\n".join(rows))
     scaling_law.scaling_law(scaling_law.Config((tmp_path / "t.csv",), out=tmp_path / "t.h5", resamples=5))
-    _, found = execute("05_scaling_law.ipynb", "group.fit.values.tolist()", SCALING_LAW_H5=str(tmp_path / "t.h5"))
+    _, found = execute("07_scaling_law.ipynb", "group.fit.values.tolist()", SCALING_LAW_H5=str(tmp_path / "t.h5"))
     assert found == ["no constant, all points", "with constant, all points"]
 
 
