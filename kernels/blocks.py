@@ -96,17 +96,17 @@ def same_run(layout: Cut, device: torch.device) -> Tensor:
     return run[:, None] == run[None, :]
 
 
-def decays(cumulative: Tensor, layout: Cut) -> Tensor:
-    """[..., chunk, chunk] exp(G_i - G_j) where place i sees place j (j <= i, one run), else 0.
+def decays(log_decay: Tensor, layout: Cut) -> Tensor:
+    """[..., chunk, chunk] exp(g_{j+1} + ... + g_i) where place i sees place j (j <= i, one run), else 0.
 
-    Masked before exp: the other half would overflow, and inf * 0 is NaN. The diagonal is a constant 1: the gradients of
-    exp(G_i - G_i) would cancel only to rounding, which under strong decay outweighs the true d log_decay.
+    Summed anew from every j on, never as a difference of two cumulative sums: their gradients would cancel only to
+    rounding, so that decays before j would get some (beyond an exact window), and strong ones little else. Masked before
+    exp: the other half would overflow, and inf * 0 is NaN.
     """
-    place = torch.arange(layout.chunk, device=cumulative.device)
-    seen = (place[:, None] > place[None, :]) & same_run(layout, cumulative.device)
-    difference = cumulative.unsqueeze(-1) - cumulative.unsqueeze(-2)
-    own = torch.eye(layout.chunk, dtype=cumulative.dtype, device=cumulative.device)
-    return difference.masked_fill(~seen, float("-inf")).exp() + own
+    place = torch.arange(layout.chunk, device=log_decay.device)
+    one_run = same_run(layout, log_decay.device)
+    sums = log_decay.unsqueeze(-1).masked_fill(~((place[:, None] > place[None, :]) & one_run), 0.0).cumsum(-2)
+    return sums.masked_fill(~((place[:, None] >= place[None, :]) & one_run), float("-inf")).exp()
 
 
 def earlier(x: Tensor, dim: int) -> Tensor:

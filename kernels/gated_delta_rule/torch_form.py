@@ -60,7 +60,7 @@ def affine_states(transition: Tensor, added: Tensor, initial: Tensor) -> Tensor:
 
 def _factors(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, layout: blocks.Cut) -> Factors:
     since = blocks.run_cumsum(g, layout)
-    decay = blocks.decays(since, layout)
+    decay = blocks.decays(g, layout)
     beta = beta.unsqueeze(-1)
     triangle = (k @ k.mT) * decay * beta
     identity = torch.eye(layout.chunk, dtype=q.dtype, device=q.device)

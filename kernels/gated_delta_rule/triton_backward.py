@@ -37,6 +37,7 @@ def reverse_kernel(
 ):  # fmt: skip
     """One segment of one head, a tile of columns, last chunk first; `starts` is dS after the segment, `ends` before it.
 
+    LINKED 1: starts is [segments, H, K, V], 2: [sequences, ...], read by a sequence's last segment (0 after the others).
     OWN: dS is I at the end of every window block and no output is read, so that dy is k~ of kernels/blocks.py. READ:
     do is read. ENDS 1: ends is [segments, H, K, V], 2: [sequences, ...], written by a sequence's first segment, 0: not.
     """
@@ -60,8 +61,11 @@ def reverse_kernel(
     state_at = key_at[:, None] * V + column[None, :]
     AREA: tl.constexpr = K * V
     eye = (key_at[:, None] == column[None, :]) & in_state
-    if LINKED:
+    if LINKED == 1:
         state = tl.load(starts + (segment * H + h) * AREA + state_at, mask=in_state, other=0.0)
+    elif LINKED == 2:
+        last_one = begin + (high - low) * C >= end
+        state = tl.load(starts + (sequence * H + h) * AREA + state_at, mask=in_state & last_one, other=0.0)
     elif OWN:
         state = tl.where(eye, 1.0, 0.0)
     else:

@@ -91,9 +91,8 @@ def _device(x: Tensor) -> AbstractContextManager[object]:
 def _(query, key, value, log_decay, beta, initial, bounds, window, scale, sizes):  # type: ignore[no-untyped-def]
     tiles = Tiles(*sizes)
     (b, t, h, k), v = key.shape, value.shape[-1]
-    chunks, segments, _ = triton_layout.counts(b, t, bounds, (h, k, v, tiles))
+    chunks, segments, _, linked = triton_layout.counts(b, t, bounds, window, (h, k, v, tiles))
     sequences = len(bounds) - 1 if bounds else b
-    linked = segments > sequences
     floats = query.new_empty if query.dtype == torch.float32 else beta.new_empty
     columns = v + (k if window else 0)
     wide = (sequences, h, k)

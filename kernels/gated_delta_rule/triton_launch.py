@@ -38,9 +38,9 @@ class Saved(NamedTuple):
     inverse: Tensor  # [chunks, H, C, C] (I + L diag(beta))^-1
     since: Tensor  # [B, T, H] log decay summed from the chunk's or block's first token, later one
     rest: Tensor  # [B, T, H] the same after the token, to the chunk's or block's end
-    maps: Tensor  # [segments, H, K, V + K], empty if sequences have one segment
-    starts: Tensor  # [segments, H, K, V (+ K)], empty if every sequence starts at 0 and has one segment
-    starts_back: Tensor  # [segments, H, K, K] of the scan that makes k~
+    maps: Tensor  # [segments, H, K, V + K], empty if segments are not linked
+    starts: Tensor  # [segments, H, K, V (+ K)], empty if every segment starts at 0
+    starts_back: Tensor  # [segments, H, K, K] of the scan that makes k~, empty if segments are not linked
     pulled_last: Tensor  # [sequences, H, K, K] transition of the last window block
     last_sum: Tensor  # [sequences, H, K, V] what the last state takes from the block before
 
@@ -106,7 +106,7 @@ def problem(
     scale: float, sizes: Tiles,
 ) -> Problem:  # fmt: skip
     b, t, h, k = key.shape
-    _, _, each = triton_layout.counts(b, t, bounds, (h, k, value.shape[-1], sizes))
+    each = triton_layout.counts(b, t, bounds, window, (h, k, value.shape[-1], sizes)).each
     table = triton_layout.layout(b, t, tuple(bounds), window, sizes.chunk, each, key.device)
     return Problem(query, key, value, log_decay, beta, table, window, scale, sizes)
 
@@ -182,13 +182,14 @@ def reverse(
     inverse, since, rest = saved[:3]
     none = (0, 0, 0)
     n_tiles = triton_layout.ceil(width, p.sizes.columns)
+    linked = 0 if starts is None else 1 if p.table.linked else 2
     reverse_kernel[(p.n_segments * p.heads * n_tiles,)](
         p.query, p.key, dout, p.beta, since, rest, inverse, p.table.chunks, p.table.segments, starts,
         ends[1] if ends else None, cotangents, dy,
         *strides(p.query), *strides(p.key), *(none if dout is None else strides(dout)), *strides(p.beta),
         *strides(since)[:2], *(none if dy is None else strides(dy)), p.heads, p.window, p.scale,
         K=p.widths[0], V=width, C=p.sizes.chunk, BK=power_of_two(p.widths[0]), BV=p.sizes.columns, TILES=n_tiles,
-        OWN=dout is None, WINDOW=p.window > 0, LINKED=starts is not None, READ=dout is not None, SAVE=dy is not None,
+        OWN=dout is None, WINDOW=p.window > 0, LINKED=linked, READ=dout is not None, SAVE=dy is not None,
         STATES=cotangents is not None, ENDS=ends[0] if ends else 0, PRECISION=p.precision(),
         num_warps=p.sizes.reverse_warps, num_stages=p.sizes.reverse_stages,
     )  # fmt: skip
@@ -198,7 +199,7 @@ def reversed_starts(
     p: Problem, saved: Saved | tuple[Tensor, Tensor, Tensor], maps: Tensor, dout: Tensor | None, width: int,
     last: Tensor | None,
 ) -> Tensor | None:  # fmt: skip
-    """Cotangents after every segment, given those after every sequence."""
+    """Cotangents after every segment, given those after every sequence; the latter where no state passes segments."""
     if not p.table.linked:
         return last
     ends = p.floats(p.n_segments, p.heads, p.widths[0], width)

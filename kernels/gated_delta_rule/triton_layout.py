@@ -2,7 +2,9 @@
 
 Chunks of C tokens are counted from the start of each sequence and never aligned to a window: a chunk may hold the end
 of one window block and the start of the next, and masks keep them apart. So no window pads anything. A segment is a run
-of chunks that one program walks through; segments are what makes few heads fill a GPU.
+of chunks that one program walks through; segments are what makes few heads fill a GPU. Segments are linked by a pass
+that finds the states between them, unless every one of them begins with a window block (w a multiple or a divisor of
+C): no state passes from one block to the next.
 """
 
 import functools
@@ -106,8 +108,23 @@ def ceil(a: int, b: int) -> int:
 PROGRAMS = 264
 
 
-def segment_chunks(chunks: int, longest: int, heads: int, key_width: int, value_width: int, sizes: Tiles) -> int:
+# Above this many chunks in a window block too few programs walk through whole blocks to fill a device.
+WHOLE_BLOCKS = 64
+
+
+def block_chunks(window: int, chunk: int) -> int:
+    """Chunks after which a window block begins together with a chunk, every time; 0 if segments have to be linked."""
+    if not window or (window % chunk and chunk % window) or window > WHOLE_BLOCKS * chunk:
+        return 0
+    return max(1, window // chunk)
+
+
+def segment_chunks(
+    chunks: int, longest: int, heads: int, key_width: int, value_width: int, sizes: Tiles, window: int
+) -> int:
     """Chunks in a segment: enough segments to fill the device, none shorter than 8 chunks."""
+    if whole := block_chunks(window, sizes.chunk):
+        return min(ceil(sizes.segment or 8, whole) * whole, longest)
     if key_width > sizes.linked_key:
         return longest
     if sizes.segment:
@@ -124,7 +141,7 @@ class Layout(NamedTuple):
     sequences: Tensor  # [sequences, 4] first segment, end segment, first chunk, end chunk
     blocks: Tensor  # [blocks, 4] first and end of the chunks that start in a window block, its number, its sequence
     sequence_of: Tensor  # [chunks] the sequence of every chunk
-    linked: bool  # some sequence has more than one segment
+    linked: bool  # states pass between segments of a sequence
 
 
 def spans(batch: int, tokens: int, bounds: tuple[int, ...]) -> list[tuple[int, int, int]]:
@@ -134,16 +151,25 @@ def spans(batch: int, tokens: int, bounds: tuple[int, ...]) -> list[tuple[int, i
     return [(row, 0, tokens) for row in range(batch)]
 
 
-def counts(batch: int, tokens: int, bounds: list[int], segment_of: tuple[int, int, int, Tiles]) -> tuple[int, int, int]:
-    """Chunks, segments, and chunks in a segment, without making tables (shapes of buffers)."""
-    heads, key_width, value_width, sizes = segment_of
+class Counts(NamedTuple):
+    chunks: int
+    segments: int
+    each: int  # chunks in a segment
+    linked: bool
+
+
+def counts(
+    batch: int, tokens: int, bounds: list[int], window: int, segment_of: tuple[int, int, int, Tiles]
+) -> Counts:
+    """The sizes of a layout, without making tables (shapes of buffers)."""
+    sizes = segment_of[-1]
     if bounds:
         per = [ceil(b - a, sizes.chunk) for a, b in pairwise(bounds)]
-        each = segment_chunks(sum(per), max(per), heads, key_width, value_width, sizes)
-        return sum(per), sum(ceil(n, each) for n in per), each
-    per_row = ceil(tokens, sizes.chunk)
-    each = segment_chunks(per_row * batch, per_row, heads, key_width, value_width, sizes)
-    return per_row * batch, batch * ceil(per_row, each), each
+    else:
+        per = [ceil(tokens, sizes.chunk)] * batch
+    each = segment_chunks(sum(per), max(per), *segment_of, window)
+    segments = sum(ceil(n, each) for n in per)
+    return Counts(sum(per), segments, each, segments > len(per) and not block_chunks(window, sizes.chunk))
 
 
 @functools.lru_cache(maxsize=32)
@@ -184,5 +210,5 @@ def layout(
         torch.tensor(sequences, dtype=torch.int32).to(device),
         table(blocks) if blocks else torch.zeros(0, 4, dtype=torch.int32, device=device),
         table(numbers),
-        any(b - a > 1 for a, b, _, _ in sequences),
+        any(b - a > 1 for a, b, _, _ in sequences) and not block_chunks(window, chunk),
     )

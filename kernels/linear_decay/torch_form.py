@@ -85,7 +85,7 @@ def _chunked(
 ) -> tuple[Tensor, Tensor]:
     since = blocks.run_cumsum(g, layout)  # from the chunk's start, this token's decay included
     rest = blocks.run_rest(g, layout)  # from after this token to the chunk's end
-    scores = (q @ k.mT) * blocks.decays(since, layout)
+    scores = (q @ k.mT) * blocks.decays(g, layout)
     out, states = scores @ v, v
     totals = since[..., -1]
     if window is None or layout.chunks > 1:

@@ -79,9 +79,9 @@ def band_pass(
         )
         far = tl.zeros([C], tl.float32)
         inner = tl.zeros([C], tl.float32)
-        if GATE and not REVERSE:
-            pairs = tl.where(distance == 0, 0.0, pairs)
-            inner = tl.sum(pairs, axis=1) - tl.sum(pairs, axis=0)
+        if GATE and not REVERSE:  # l along the rows; no difference of sums: pairs that do not decay over l give exactly 0
+            ending_later = tl.cumsum(pairs, axis=0, reverse=True)
+            inner = tl.sum(tl.where(n[:, None] > n[None, :], ending_later, 0.0), axis=1)
         answers = tl.dot(scores.to(x_tile.dtype), y_tile, input_precision=PRECISION)
         depth = tl.minimum(DEPTH, tl.cdiv(high - begin, C).to(tl.int32) - 1) if REVERSE else tl.minimum(DEPTH, m)
         between = 0.0
@@ -122,7 +122,7 @@ def band_pass(
                         passing += tl.load(slot + s * neighbour_slot + d, mask=exists, other=0.0)
                 sums_out = sum_before(far, n) + passing
             else:
-                sums_out = tl.cumsum(far + inner, axis=0, reverse=True)
+                sums_out = tl.cumsum(far, axis=0, reverse=True) + inner
             tl.store(gate + begin * H + n * H, sums_out, mask=mine)
 
 

@@ -119,7 +119,7 @@ def test_window_and_gradients(window):
     compare(operands((70, 1, 1, 12, 6)), window=window, changes={"segment": 1})
 
 
-@pytest.mark.parametrize(("tokens", "window", "segment"), [(115, 75, 1), (140, 100, 2), (99, 70, 0)])
+@pytest.mark.parametrize(("tokens", "window", "segment"), [(115, 75, 1), (140, 64, 1), (140, 100, 2), (99, 70, 0)])
 def test_window_over_chunks_and_segments(tokens, window, segment):
     # wider than a tile of the tail's products
     size = (tokens, 1, 1, 20, 18) if tokens < 100 else (tokens, 1, 1, 8, 6)
@@ -204,7 +204,7 @@ def test_identical_and_correlated_keys(beta, noise, window, chunk):
 BOUNDS = [0, 1, 8, 31, 89]
 
 
-@pytest.mark.parametrize("window", [None, 25])
+@pytest.mark.parametrize("window", [None, 25, 32])
 def test_packed_sequences(window):
     tensors = operands((BOUNDS[-1], 1, 1, 8, 6), initial=0 if window else len(BOUNDS) - 1)
     compare(tensors, window=window, bounds=BOUNDS, changes={"segment": 1})
@@ -406,7 +406,7 @@ def test_views_of_one_projection_on_cuda(dtype, window):
 @gpu
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [1, 2, 17, 63, 64, 65, 128, 129, 200, 500, 699])
+@pytest.mark.parametrize("window", [1, 2, 17, 32, 63, 64, 65, 128, 129, 200, 256, 500, 699])
 def test_windows_on_cuda(dtype, window):
     compare(operands((700, 1, 2, 64, 64), dtype), *BARS[dtype], window=window, changes={"segment": 2})
 

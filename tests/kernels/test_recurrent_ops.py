@@ -151,6 +151,25 @@ def test_window_sees_nothing_older(op, window):
     assert changed.nonzero().flatten().tolist() == list(range(at, at + window))
 
 
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("window", [20, 45])
+def test_gradients_are_exactly_zero_beyond_a_window(op, window, impl):
+    """Not small: a gradient of log_decay from a difference of two sums leaves their rounding there."""
+    device = "cuda" if impl == "triton" and torch.cuda.is_available() else "cpu"
+    tensors = {n: x.to(device) for n, x in operands(op, (90, 1, 1, 8, 6), torch.float32).items()}
+    if op == "linear_fixed":
+        tensors["log_decay"] = tensors["log_decay"].expand(1, 90, 1).clone()
+    at = 86
+    for x in tensors.values():
+        x.requires_grad_()
+    call(op, tensors, impl=impl, window=window).out[:, at].sum().backward()
+    for name, x in tensors.items():
+        seen = x.grad.flatten(2).abs().amax((0, 2)).nonzero().flatten().tolist()
+        first = at - window + 1 + (name == "log_decay")  # the first visible token's write has not decayed yet
+        assert seen == list(range(at if name == "query" else first, at + 1)), name
+
+
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("log_decay", [-8.0, -1.0, 0.0])
 @pytest.mark.parametrize(("tokens", "window"), [(65, None), (127, None), (70, 3), (150, 66)])
