@@ -48,6 +48,8 @@ class PretrainConfig:
     """Who computes the mixers; default: Triton on CUDA, torch elsewhere."""
     compile: bool | None = None
     """torch.compile the blocks; default: on CUDA only."""
+    graph: bool | None = None
+    """Replay the steps as one CUDA graph; default: on CUDA only."""
     log_every: int = 20
     """Steps between lines of log.jsonl."""
 

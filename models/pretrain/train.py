@@ -21,6 +21,7 @@ from models.mixers.attention import FullAttention
 from models.presets import preset_from_name
 from models.pretrain.config import PretrainConfig, token_count
 from models.pretrain.data import TokenStream, prefetched
+from models.pretrain.graph import GraphedStep
 from models.pretrain.schedule import checkpoint_steps, learning_rate_factor
 from models.pretrain.state import load_state, save_state
 from models.pretrain.validation import Validation
@@ -54,7 +55,7 @@ class Run:
         self.config = config
         self.device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         shape = preset_from_name(config.preset)
-        self.context = config.context or shape.context_length
+        self.context: int = config.context or shape.context_length or 0  # a preset says its length
         vocabulary = config.vocabulary or shape.vocab_size
         shape = dataclasses.replace(shape, context_length=self.context, vocab_size=vocabulary)
         tokenizer = Tokenizer.from_file(config.corpus / "tokenizer.json")
@@ -71,7 +72,10 @@ class Run:
         torch.manual_seed(config.seed)
         self.model = HybridLM(shape, config.impl).to(self.device).train()
         self.model.tokenizer = tokenizer
-        self.optimizer = _adamw(self.model, config)
+        self.graph = config.graph if config.graph is not None else self.device.type == "cuda"
+        if self.graph and self.device.type != "cuda":
+            raise ValueError(f"--graph on device {self.device}; expected a CUDA device. Leave --graph out.")
+        self.optimizer = _adamw(self.model, config, capturable=self.graph)
         self._claim_folder()
         self.progress = load_state(config.out, self.model, self.optimizer) or {"step": 0, "needles": 0, "seconds": 0.0}
         self.log = (config.out / LOG).open("a")
@@ -84,6 +88,7 @@ class Run:
             "device",
             "impl",
             "compile",
+            "graph",
         ):  # where and on what it runs does not change what it is
             description.pop(field)
         path = self.config.out / RUN
@@ -118,6 +123,7 @@ class Run:
 
     def train(self) -> None:
         due = set(checkpoint_steps(self.steps, self.config.checkpoints))
+        self.step: Callable[[Tensor], Tensor] = GraphedStep(self._step) if self.graph else self._step
         first = self.progress["step"]
         started, losses = time.perf_counter(), []
         bar = tqdm(total=self.steps * self.tokens_per_step, initial=first * self.tokens_per_step,
@@ -144,13 +150,19 @@ class Run:
         config = self.config
         factor = learning_rate_factor(step, self.steps, config.warmup_steps, config.decay_share)
         for group in self.optimizer.param_groups:
-            group["lr"] = config.learning_rate * factor
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(config.learning_rate * factor)
+            else:
+                group["lr"] = config.learning_rate * factor
         if self.device.type == "cuda":
             rows = rows.pin_memory().to(self.device, non_blocking=True)
+        return self.step(rows)
+
+    def _step(self, rows: Tensor) -> Tensor:
         with self._autocast():
             loss = self.loss_of(self.model.final_hidden(rows[:, :-1]), self.model.unembed.weight, rows[:, 1:])
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
@@ -193,9 +205,14 @@ def _loss(hidden: Tensor, unembedding: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(hidden, unembedding).float().flatten(0, 1), targets.flatten())
 
 
-def _adamw(model: HybridLM, config: PretrainConfig) -> torch.optim.AdamW:
+def _adamw(model: HybridLM, config: PretrainConfig, capturable: bool) -> torch.optim.AdamW:
     decayed = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name and "conv" not in name]
     chosen = {id(p) for p in decayed}
     others = [p for p in model.parameters() if id(p) not in chosen]
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=BETAS, fused=True)
+    device = next(model.parameters()).device
+    rate = torch.tensor(config.learning_rate, device=device) if capturable else config.learning_rate
+    optimizer = torch.optim.AdamW(groups, lr=rate, betas=BETAS, fused=True, capturable=capturable)
+    for group in optimizer.param_groups if capturable else ():
+        group["lr"] = torch.tensor(config.learning_rate, device=device)  # one tensor a group, changed in place
+    return optimizer

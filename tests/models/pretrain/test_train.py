@@ -159,6 +159,28 @@ def test_hooks_work_after_compiled_training(corpus, tmp_path, monkeypatch):
     assert (edited - expected).abs().max() > 1e-4
 
 
+def test_a_graph_needs_a_gpu(corpus, tmp_path):
+    with pytest.raises(ValueError, match="--graph on device cpu; expected a CUDA device"):
+        pretrain(config(corpus, tmp_path / "run", graph=True))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("preset", ["nano/gdn", "nano/mamba2", "nano/lightning", "nano/swa-32", "nano/full"])
+def test_replayed_steps_are_the_steps(corpus, tmp_path, preset):
+    """Same data, schedule and kernels: the losses are those of plain steps."""
+    losses = {}
+    for graph in (False, True):
+        run = config(
+            corpus, tmp_path / f"{graph}", preset=preset, device="cuda", compile=True, graph=graph, tokens="7680",
+        )  # fmt: skip
+        pretrain(run)
+        losses[graph] = [line["loss"] for line in lines(run.out) if "loss" in line]
+    assert len(losses[True]) == 10
+    assert losses[True] == pytest.approx(losses[False], rel=1e-3)
+    assert losses[True][-1] < losses[True][0] - 1.0
+
+
 def test_another_configuration_in_the_same_folder_is_refused(corpus, tmp_path):
     pretrain(config(corpus, tmp_path / "run", tokens="768"))
     with pytest.raises(ValueError, match="learning_rate = 0.002, not 0.1"):
