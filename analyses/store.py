@@ -25,7 +25,7 @@ __all__ = ["ROOT", "Dataset", "Result", "StoreError", "Variable", "concatenate",
 
 FORMAT = "hybridscope-result-1"
 OWN_ATTRIBUTES = ("format", "data_sha256")
-COMPRESS_FROM = 64 * 1024  # bytes; smaller arrays are cheaper contiguous
+COMPRESS_FROM = 4 * 1024  # bytes; a chunk's own bookkeeping is as large as smaller arrays
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
 SEAL = b"\nsha256 of all bytes before this line: "
 SEAL_LENGTH = len(SEAL) + 64 + 1
@@ -40,7 +40,7 @@ def write(path: Path | str, result: Result, compress: bool = True) -> None:
     """Write `result` to `path` atomically, replacing a file that is there.
 
     The file is built in memory first (cost: its size once more): HDF5 on a full disk cannot close a file cleanly.
-    `compress` packs arrays of 64 KB and more, at about 30 MB/s: not worth it for files that soon go.
+    `compress` packs arrays of 4 KB and more, at about 30 MB/s: not worth it for files that soon go.
     """
     image = io.BytesIO()
     with h5py.File(image, "w", track_order=True) as file:  # in order of declaration
