@@ -100,8 +100,8 @@ def decays(log_decay: Tensor, layout: Cut) -> Tensor:
     """[..., chunk, chunk] exp(g_{j+1} + ... + g_i) where place i sees place j (j <= i, one run), else 0.
 
     Summed anew from every j on, never as a difference of two cumulative sums: their gradients would cancel only to
-    rounding, so that decays before j would get some (beyond an exact window), and strong ones little else. Masked before
-    exp: the other half would overflow, and inf * 0 is NaN.
+    rounding, so that decays before j would get some (beyond an exact window), and strong ones little else. Masked
+    before exp: the other half would overflow, and inf * 0 is NaN.
     """
     place = torch.arange(layout.chunk, device=log_decay.device)
     one_run = same_run(layout, log_decay.device)

@@ -37,7 +37,7 @@ def reverse_kernel(
 ):  # fmt: skip
     """One segment of one head, a tile of columns, last chunk first; `starts` is dS after the segment, `ends` before it.
 
-    LINKED 1: starts is [segments, H, K, V], 2: [sequences, ...], read by a sequence's last segment (0 after the others).
+    LINKED 1: starts is [segments, H, K, V], 2: [sequences, ...], read by a sequence's last segment; 0: nothing is read.
     OWN: dS is I at the end of every window block and no output is read, so that dy is k~ of kernels/blocks.py. READ:
     do is read. ENDS 1: ends is [segments, H, K, V], 2: [sequences, ...], written by a sequence's first segment, 0: not.
     """

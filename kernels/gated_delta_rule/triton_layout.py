@@ -158,15 +158,11 @@ class Counts(NamedTuple):
     linked: bool
 
 
-def counts(
-    batch: int, tokens: int, bounds: list[int], window: int, segment_of: tuple[int, int, int, Tiles]
-) -> Counts:
+def counts(batch: int, tokens: int, bounds: list[int], window: int, segment_of: tuple[int, int, int, Tiles]) -> Counts:
     """The sizes of a layout, without making tables (shapes of buffers)."""
     sizes = segment_of[-1]
-    if bounds:
-        per = [ceil(b - a, sizes.chunk) for a, b in pairwise(bounds)]
-    else:
-        per = [ceil(tokens, sizes.chunk)] * batch
+    lengths = [b - a for a, b in pairwise(bounds)] or [tokens] * batch
+    per = [ceil(length, sizes.chunk) for length in lengths]
     each = segment_chunks(sum(per), max(per), *segment_of, window)
     segments = sum(ceil(n, each) for n in per)
     return Counts(sum(per), segments, each, segments > len(per) and not block_chunks(window, sizes.chunk))

@@ -79,7 +79,7 @@ def band_pass(
         )
         far = tl.zeros([C], tl.float32)
         inner = tl.zeros([C], tl.float32)
-        if GATE and not REVERSE:  # l along the rows; no difference of sums: pairs that do not decay over l give exactly 0
+        if GATE and not REVERSE:  # l along the rows; no difference of sums: pairs not decaying over l give exactly 0
             ending_later = tl.cumsum(pairs, axis=0, reverse=True)
             inner = tl.sum(tl.where(n[:, None] > n[None, :], ending_later, 0.0), axis=1)
         answers = tl.dot(scores.to(x_tile.dtype), y_tile, input_precision=PRECISION)

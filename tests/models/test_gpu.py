@@ -60,28 +60,42 @@ def test_cuda_equals_cpu(architecture, restriction):
     assert torch.isfinite(gradient_half).all()
 
 
+def found(architecture, restriction, impl, dtype, larger):
+    """Logits and gradients of the embeddings of one form on the GPU."""
+    model, ids = build(architecture, impl, larger)
+    model = model.to("cuda", dtype)
+    assert {mixer.impl for layer in model.layers for mixer in layer.mixers} == {impl}
+    return run(model, ids.cuda(), RESTRICTED[restriction])
+
+
 @pytest.mark.parametrize("restriction", RESTRICTED)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_triton_equals_torch(architecture, restriction):
-    """Logits and gradients of the embeddings, the model in float32 and in bfloat16."""
+    """In float32, and in bfloat16 as closely as that allows.
+
+    Two forms that round in another order agree no better than either agrees with float32; gdn's gradients are 0.021
+    from it in both. What may not be is that Triton's are farther.
+    """
     if restriction == "efficient" and architecture == "full":
         pytest.skip("full has no efficient layers")
     torch.backends.cuda.matmul.allow_tf32 = False
+    case = architecture, restriction
+    for ours, theirs in zip(
+        found(*case, "triton", torch.float32, 2.5), found(*case, "torch", torch.float32, 2.5), strict=True
+    ):
+        assert relative(ours, theirs) < 1e-4
     # larger weights add up bfloat16's roundings, of either form, to more than the tolerance over eight layers
-    for dtype, tolerance, larger in ((torch.float32, 1e-4, 2.5), (torch.bfloat16, 2e-2, 1.0)):
-        found = {}
-        for impl in ("triton", "torch"):
-            model, ids = build(architecture, impl, larger)
-            model = model.to("cuda", dtype)
-            assert {mixer.impl for layer in model.layers for mixer in layer.mixers} == {impl}
-            found[impl] = run(model, ids.cuda(), RESTRICTED[restriction])
-        for ours, theirs in zip(found["triton"], found["torch"], strict=True):
-            assert relative(ours, theirs) < tolerance
+    forms = (("triton", torch.bfloat16), ("torch", torch.bfloat16), ("torch", torch.float32))
+    for ours, theirs, exact in zip(*(found(*case, *form, 1.0) for form in forms), strict=True):
+        error = relative(theirs, exact)
+        assert relative(ours, exact) < 1.1 * error + 1e-3
+        assert relative(ours, theirs) < max(2e-2, error)
 
 
+@pytest.mark.parametrize("impl", ["triton", "torch"])
 @pytest.mark.parametrize("architecture", ["swa-32", "swa-512", "gdn", "mamba2", "lightning"])
-def test_compiled_blocks_equal_eager_ones(architecture):
-    model, ids = build(architecture)
+def test_compiled_blocks_equal_eager_ones(architecture, impl):
+    model, ids = build(architecture, impl)
     model, ids = model.cuda(), ids.cuda()
     logits, gradient = run(model, ids, None)
     for block in model.blocks:
