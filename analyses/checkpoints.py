@@ -13,6 +13,7 @@ import models
 from models.config import FORMAT
 from models.errors import InputError
 from models.gguf_files import gguf_file
+from models.released_formats import is_released
 from models.safetensors_files import read_json, scan
 
 DTYPES = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -25,6 +26,7 @@ class Checkpoint:
 
     path: Path
     native: bool
+    """Whether it loads as a models.HybridLM."""
     context: int | None
     tokenizer: Any
     stored_dtype: str | None
@@ -51,9 +53,17 @@ def is_native(path: Path) -> bool:
     return gguf_file(path) is None and read_json(path / "config.json").get("format") == FORMAT
 
 
+def is_hybrid_lm(path: Path) -> bool:
+    """Whether models.load makes a native model of it: is_native, or a release that becomes one."""
+    if gguf_file(path) is not None:
+        return False
+    fields = read_json(path / "config.json")
+    return fields.get("format") == FORMAT or is_released(fields)
+
+
 def describe(path: Path) -> Checkpoint:
-    """Configuration, tokenizer and headers of a native or Hugging Face directory; CheckpointError for a damaged one."""
-    if is_native(path):
+    """Configuration, tokenizer and headers of what models.load takes; CheckpointError for a damaged directory."""
+    if is_hybrid_lm(path):
         model = models.load(path, device="meta")
         dtype = str(model.dtype).removeprefix("torch.")
         return Checkpoint(path, True, model.config.context_length, model.tokenizer, dtype, model.layers)

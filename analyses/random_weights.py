@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import models
-from analyses.checkpoints import is_native
+from analyses.checkpoints import is_hybrid_lm
 
 
 def untrained(
@@ -19,7 +19,7 @@ def untrained(
     Initialised on the CPU in fp32, so that every device has the same weights; torch's generator is left as it was.
     """
     with torch.random.fork_rng(devices=[]):
-        if is_native(path):
+        if is_hybrid_lm(path):
             config = models.load(path, device="meta").config
             torch.manual_seed(seed)
             model: Any = models.HybridLM(config, impl=impl)

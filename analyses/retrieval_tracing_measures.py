@@ -13,11 +13,10 @@ from torch import Tensor
 
 import hooks
 import models
-from analyses.lazy_tensors import LazyTensors
+from analyses.lazy_tensors import as_loaded
 from analyses.retrieval_heads import Head
 from analyses.retrieval_prompts import RetrievalPrompts
 from models.errors import InputError
-from models.safetensors_files import read_json
 from probes import retrieval
 from probes.weight_distance import qk_distance
 
@@ -93,7 +92,8 @@ def distances(
     """Of every head's query rows and of its group's key rows from the last checkpoint; NaN and why, if refused."""
     query, key = np.full((2, n_layers, n_heads), np.nan)
     try:
-        found = qk_distance(LazyTensors(checkpoint), LazyTensors(last), read_json(last / "config.json"))
+        reference, config = as_loaded(last)
+        found = qk_distance(as_loaded(checkpoint)[0], reference, config)
     except ValueError as error:
         return query, key, str(error)
     for table, values in ((query, found.query), (key, found.key)):

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from models import released_formats
 from models.config import FORMAT, FORMAT_VERSION, ConfigError, HybridConfig
 from models.gguf_files import gguf_file
 from models.hybrid_lm import HybridLM
+from models.released_formats import is_released
 from models.safetensors_files import SINGLE, CheckpointError, WeightFiles, read_json, scan
 from models.tokenizer import Tokenizer
 
@@ -27,14 +29,17 @@ def load(
     dtype: torch.dtype | None = None,
     impl: str | None = None,
 ) -> Any:
-    """A model in eval mode from a native or a Hugging Face checkpoint directory, offline.
+    """A model in eval mode from a native, a released (models.released_formats) or a Hugging Face directory, offline.
 
     device None: CUDA if there is one, else CPU. dtype None: fp32 on CPU, the stored dtype on CUDA. Every tensor must be
     there, with its shape, and none besides; else CheckpointError (a ValueError) is raised before a weight is read.
     """
     path = Path(path)
     device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
-    if gguf_file(path) is not None or (fields := _config_fields(path)).get("format") != FORMAT:
+    fields = {} if gguf_file(path) is not None else _config_fields(path)
+    if fields.get("format") != FORMAT:
+        if is_released(fields):
+            return _load_released(path, fields, device, dtype, impl)
         from models.huggingface import load_huggingface
 
         return load_huggingface(path, device=device, dtype=dtype)
@@ -146,6 +151,33 @@ def _tokenizer(path: Path, config: HybridConfig) -> Tokenizer | None:
             f"{path / TOKENIZER} has {tokenizer.vocab_size} tokens; the model of {CONFIG} has {config.vocab_size}."
         )
     return tokenizer
+
+
+def _load_released(
+    path: Path, fields: dict[str, Any], device: torch.device, dtype: torch.dtype | None, impl: str | None
+) -> HybridLM:
+    """A released checkpoint as a native model, with the format's name as `source_format`.
+
+    dtype None: fp32 on CPU, else the stored dtype of its embedding (some releases keep norms in fp32 beside bf16). On
+    the meta device no weight is read.
+    """
+    weights = scan(path)
+    reading = released_formats.read(path / CONFIG, fields, weights.shapes)
+    with torch.device("meta"):
+        model = HybridLM(reading.config, impl=impl)
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    released_formats.check_tensors(reading, weights, shapes, str(path))
+    embedding = next(rule.released[0] for rule in reading.rules if rule.native == "embed.weight")
+    if dtype is None:
+        dtype = torch.float32 if device.type == "cpu" else weights.dtype(embedding)
+    if device.type != "meta":
+        tensors = released_formats.native_tensors(reading, weights.tensors(), shapes)
+        model = _materialise(model, reading.config, tensors, impl)
+    model.source_format = reading.format
+    from models.huggingface.tokenizer import load_tokenizer  # such releases come with transformers' files
+
+    model.tokenizer = load_tokenizer(path, foreign=True)
+    return model.to(device=device, dtype=dtype).eval().requires_grad_(False)
 
 
 def _materialise(meta: HybridLM, config: HybridConfig, tensors: dict[str, torch.Tensor], impl: str | None) -> HybridLM:

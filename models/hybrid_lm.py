@@ -17,6 +17,7 @@ from kernels.operands import IMPLS, Impl, default_impl
 from models.block import Block
 from models.cache import Cache
 from models.config import HybridConfig
+from models.embedding import Embedding
 from models.generate import generate
 from models.layers import Layer, Path
 from models.mixers import paths_of
@@ -30,7 +31,7 @@ class HybridLM(HookedRootModule):
 
     `impl` chooses who computes the kernels ("triton", "torch", or "naive" for the float64 law); None means
     kernels.operands.default_impl, settled anew when the model moves. The attribute `impl` is the one in use.
-    `tokenizer` is None unless a checkpoint brought one.
+    `tokenizer` is None unless a checkpoint brought one; `source_format` names the release that it was converted from.
     """
 
     def __init__(self, config: HybridConfig, impl: str | None = None):
@@ -40,7 +41,8 @@ class HybridLM(HookedRootModule):
         self.config = config
         self._asked_impl = cast(Impl | None, impl)
         self.tokenizer: Any = None
-        self.embed = nn.Embedding(config.vocab_size, config.d_model)
+        self.source_format: str | None = None
+        self.embed = Embedding(config.vocab_size, config.d_model, config.embed_scale)
         self.hook_embed = HookPoint()
         self.blocks = nn.ModuleList(Block(config, layer, self.impl) for layer in range(config.n_layers))
         self.ln_final = RMSNorm(config.d_model, config.rms_eps)
@@ -57,6 +59,8 @@ class HybridLM(HookedRootModule):
         self.unembed.weight.normal_(0.0, INIT_STD)
         for block in self._blocks():
             block.attn.reset_parameters(INIT_STD, out_std)
+            if not block.has_mlp:
+                continue
             block.mlp.gate_proj.weight.normal_(0.0, INIT_STD)
             block.mlp.up_proj.weight.normal_(0.0, INIT_STD)
             block.mlp.down_proj.weight.normal_(0.0, out_std)
@@ -109,7 +113,9 @@ class HybridLM(HookedRootModule):
         """The residual stream after the final norm: what `unembed` takes. Floating inputs are embeddings.
 
         With a cache the inputs continue the sequences it holds, and are added to it; hook points see the new tokens.
+        Raises ValueError for a length at which the released model would attend sparsely (config.dense_below).
         """
+        self._check_length(inputs.shape[1] + (0 if cache is None else cache.length))
         x = self.hook_embed(inputs if inputs.is_floating_point() else self.embed(inputs))
         if cache is None:
             positions = torch.arange(x.shape[1], device=x.device)
@@ -120,7 +126,19 @@ class HybridLM(HookedRootModule):
                 positions = torch.arange(cache.length, cache.length + x.shape[1], device=x.device)
                 for block, past in zip(self.blocks, pasts, strict=True):
                     x = block(x, positions, past)
-        return self.ln_final(x)
+        return self._normed(x)
+
+    def _normed(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
+        normed, scale = self.ln_final(x), self.config.output_scale
+        return normed if scale == 1 else scale * normed
+
+    def _check_length(self, length: int) -> None:
+        limit = self.config.dense_below
+        if limit is not None and length >= limit:
+            raise ValueError(
+                f"the input has {length} tokens; expected fewer than {limit}, from where on the released model attends "
+                "sparsely, which is not built. Pass a shorter input."
+            )
 
     def final_hidden_from(
         self, inputs: Int[Tensor, "B T"] | Float[Tensor, "B T D"], layer: int, stream: Float[Tensor, "B T D"]
@@ -129,7 +147,7 @@ class HybridLM(HookedRootModule):
         positions = torch.arange(stream.shape[1], device=stream.device)
         for block in self.blocks[layer:]:
             stream = block(stream, positions)
-        return self.ln_final(stream)
+        return self._normed(stream)
 
     def forward(
         self, inputs: Int[Tensor, "B T"] | Float[Tensor, "B T D"], cache: Cache | None = None

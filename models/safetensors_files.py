@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -33,6 +34,11 @@ class WeightFiles:
             with safe_open(path, framework="pt") as handle:
                 loaded.update({name: handle.get_tensor(name) for name, file in self.files.items() if file == path})
         return loaded
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of one stored tensor."""
+        with safe_open(self.files[name], framework="pt") as handle:
+            return handle.get_slice(name)[:0].dtype
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -30,7 +30,7 @@ class Config:
     """Measure whether a checkpoint's layers, masks, cache and hook points do what they are said to do."""
 
     path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]
-    """A checkpoint directory, native or Hugging Face."""
+    """A checkpoint directory: native, of a released format, or Hugging Face."""
     quick: Flag = False
     """Only the cheap part, which the analyses run too: logits, row sums, causality, restrictions."""
     max_window: int = 1024
@@ -76,6 +76,8 @@ def main(config: Config) -> int:
 
     dtype = None if config.dtype is None else getattr(torch, config.dtype)
     model = models.load(config.path, device=config.device, dtype=dtype)
+    if source := getattr(model, "source_format", None):
+        print(f"read as: {source}")
     print(layer_table(model), flush=True)
     failed = 0
     for check in selfcheck(model, config.quick, config.max_window):

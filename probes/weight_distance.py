@@ -42,16 +42,16 @@ def qk_distance(
     """Relative Frobenius distances of every head's rows, from the tensors of two checkpoints and their config.json.
 
     The mappings go from the names in the safetensors files to tensors and may be lazy: only q and k projections are
-    read. Head width is config's (d_head, head_dim, or hidden size over heads); heads of parallel paths are counted in
-    their order. Raises ValueError, naming tensors, for fused projections, widths that do not divide, and checkpoints
-    whose names or shapes differ.
+    read. Head width is config's (d_head, head_dim, or hidden size over heads; recurrent_d_head in a native model's
+    recurrent layers); heads of parallel paths are counted in their order. Raises ValueError, naming tensors, for fused
+    projections, widths that do not divide, and checkpoints whose names or shapes differ.
     """
     config = config.get("text_config", config)
     _refuse_fused(reference)
-    width, gated = _head_width(config), config.get("model_type") in GATED
+    gated = config.get("model_type") in GATED
     found: dict[int, list[tuple[Tensor, Tensor]]] = {}
     for q_name, k_name, layer in _pairs(reference):
-        rows = []
+        rows, (width, served) = [], _heads_of(config, layer)
         for name in (q_name, k_name):
             if name not in current or current[name].shape != reference[name].shape:
                 shape = list(current[name].shape) if name in current else "nothing"
@@ -67,7 +67,8 @@ def qk_distance(
                 f"{q_name} has {len(q)} heads of {width} rows and {k_name} {len(k)}; expected a multiple. "
                 "Check the head width and gates in config.json."
             )
-        found.setdefault(layer, []).append((q, k.repeat_interleave(len(q) // len(k))))
+        q, k = q.repeat_interleave(served), k.repeat_interleave(served * len(q) // len(k))
+        found.setdefault(layer, []).append((q, k))
     if not found:
         raise ValueError("the checkpoint has no q_proj.weight and k_proj.weight; expected at least one such layer.")
     return _table(found, reference)
@@ -105,6 +106,17 @@ def _refuse_fused(names: Mapping[str, Tensor]) -> None:
                 f"{name} joins query and key rows in one matrix whose order is the family's own; expected q_proj and "
                 "k_proj. Split it into the two and pass those."
             )
+
+
+def _heads_of(config: Mapping[str, Any], layer: int) -> tuple[int, int]:
+    """Width of a layer's query and key heads, and heads of the layer that each query head counts for (the value heads
+    of a native Gated DeltaNet)."""
+    kinds = config.get("layer_kinds")
+    if not kinds or kinds[layer] not in ("lightning", "gdn"):
+        return _head_width(config), 1
+    own = config.get("recurrent_heads") or config["n_heads"]
+    served = (config.get("gdn_value_heads") or own) // own if kinds[layer] == "gdn" else 1
+    return config.get("recurrent_d_head") or _head_width(config), served
 
 
 def _head_width(config: Mapping[str, Any]) -> int:

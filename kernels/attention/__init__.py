@@ -105,16 +105,20 @@ def attention_pattern(
     value: Float[Tensor, "B S G V"] | None = None,
     bands: tuple[Band, ...] = (),
     scale: float | None = None,
+    sink_logits: Float[Tensor, "H"] | None = None,
     impl: Impl = "torch",
 ) -> Float[Tensor, "B H T S"]:
     """The attention probabilities themselves, for listeners only: O(T S) memory, 1 GB a head in float32 at 16,384.
 
-    float32 (float64 for float64 operands), rows sum to 1, hidden keys hold exactly 0. value is accepted so that callers
-    can pass the operands of `attention`; it and impl change nothing. Raises ValueError as `attention` does.
+    float32 (float64 for float64 operands), rows sum to 1 (less with learned sinks), hidden keys hold exactly 0. value
+    is accepted so that callers can pass the operands of `attention`; it and impl change nothing. Raises ValueError as
+    `attention` does.
     """
     check_impl("attention_pattern", impl)
     bands = _checked("attention_pattern", query, key, key if value is None else value, bands)
-    return pattern_torch(query, key, bands, query.shape[-1] ** -0.5 if scale is None else scale)
+    if sink_logits is not None:
+        check_shape("attention_pattern", "sink_logits", sink_logits, (query.shape[2],), "H")
+    return pattern_torch(query, key, bands, query.shape[-1] ** -0.5 if scale is None else scale, sink_logits)
 
 
 def _spans(op: str, spans: Tensor | None, query: Tensor) -> Tensor | None:

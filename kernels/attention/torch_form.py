@@ -81,7 +81,9 @@ def by_blocks(q: Tensor, k: Tensor, v: Tensor, bands: tuple[Band, ...], scale: f
     return torch.cat(outs, 2)
 
 
-def pattern_torch(query: Tensor, key: Tensor, bands: tuple[Band, ...], scale: float) -> Tensor:
+def pattern_torch(
+    query: Tensor, key: Tensor, bands: tuple[Band, ...], scale: float, sink_logits: Tensor | None = None
+) -> Tensor:
     work = torch.float64 if torch.float64 in (query.dtype, key.dtype) else torch.float32
     offset, device = key.shape[1] - query.shape[1], query.device
     with torch.autocast(device.type, enabled=False):
@@ -90,4 +92,8 @@ def pattern_torch(query: Tensor, key: Tensor, bands: tuple[Band, ...], scale: fl
         scores = (grouped @ k.unsqueeze(2).mT).flatten(1, 2)
         query_at = torch.arange(offset, key.shape[1], device=device)
         mask = visible(query_at, torch.arange(key.shape[1], device=device), bands)
-        return scores.masked_fill(~mask, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(~mask, float("-inf"))
+        if sink_logits is None:
+            return scores.softmax(-1)
+        column = sink_logits.to(work)[None, :, None, None].expand(*scores.shape[:3], 1)
+        return torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]

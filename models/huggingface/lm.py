@@ -34,7 +34,7 @@ class HuggingFaceLM(HookedRootModule):
 
     Hook points have HybridLM's names (blocks.N.hook_resid_pre, blocks.N.attn.hook_z, ...); those that the family's code
     does not pass through do not exist. unembed(final_hidden(x)) == logits is checked when the object is made. On the
-    meta device only `layers` and sizes are known.
+    meta device only `layers` and sizes are known. ValueError for a model that a HuggingFaceLM was made of before.
     """
 
     def __init__(self, hf: Any, tokenizer: HuggingFaceTokenizer | None = None, name: str = ""):
@@ -47,6 +47,7 @@ class HuggingFaceLM(HookedRootModule):
         self._layers = tuple(described(hf))
         if self.device.type == "meta":
             return
+        swaps.refuse_attached(hf)
         self._plain = str(hf.config._attn_implementation)
         hf.set_attn_implementation(attention.register())
         blocks, layers = bound(hf, self._layers)

@@ -53,6 +53,16 @@ def attach(site: nn.Module, mixer: Any) -> None:
     site.register_forward_hook(leave, always_call=True)
 
 
+def refuse_attached(hf: nn.Module) -> None:
+    """Raises ValueError for a model that has mixers attached already: a second set would fight for the same names."""
+    for name, module in hf.named_modules():
+        if module in _mixers:
+            raise ValueError(
+                f"{name} of this {type(hf).__name__} belongs to a HuggingFaceLM already; expected one without. "
+                "Use the HuggingFaceLM made first, or load the model again."
+            )
+
+
 def running(site: nn.Module) -> Any:
     """The mixer for which this site's forward runs; None for a module without one."""
     return _running.get(site)

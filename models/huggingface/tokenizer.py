@@ -81,6 +81,17 @@ class HuggingFaceTokenizer:
                 )
         return ids, offsets
 
+    def save(self, path: Path) -> None:
+        """The tokenizer.json of a native checkpoint; ValueError where that cannot say what this tokenizer does."""
+        fast = getattr(self.backend, "backend_tokenizer", None)
+        if fast is None or self.bos_id is not None:
+            found = "a slow one" if fast is None else f"one that puts token {self.bos_id} before every text"
+            raise ValueError(
+                f"tokenizer {type(self.backend).__name__} is {found}; expected a fast one without, which is all that a "
+                "native checkpoint can hold. Set model.tokenizer to None and keep the tokenizer files beside it."
+            )
+        fast.save(str(path))
+
     def _offsets_by_decoding(self, ids: list[int], text: str) -> list[tuple[int, int]] | None:
         """Tokens that share a character (bytes of an emoji) get its interval; None if decoding gives another text."""
         offsets: list[tuple[int, int]] = []
@@ -95,8 +106,11 @@ class HuggingFaceTokenizer:
         return offsets if position == len(text) and first == len(ids) else None
 
 
-def load_tokenizer(path: Path) -> HuggingFaceTokenizer | None:
-    """The directory's tokenizer, None if it has none; CheckpointError naming the file if it does not load."""
+def load_tokenizer(path: Path, foreign: bool = False) -> HuggingFaceTokenizer | None:
+    """The directory's tokenizer, None if it has none; CheckpointError naming the file if it does not load.
+
+    `foreign`: the config.json is of no model that transformers knows, which it need not say.
+    """
     source = gguf_source(path)
     found = list(source.values()) or [name for name in _VOCABULARIES if (path / name).is_file()]
     if not found:
@@ -106,11 +120,17 @@ def load_tokenizer(path: Path) -> HuggingFaceTokenizer | None:
             )
         return None
     from transformers import AutoTokenizer
+    from transformers.utils import logging
 
+    verbosity = logging.get_verbosity()
+    if foreign:
+        logging.set_verbosity_error()
     try:
         backend = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False, **source)
     except Exception as error:  # tokenizers raises bare Exception for every parsing fault
         raise CheckpointError(
             f"{path / found[0]}: the tokenizer does not load ({error}); copy the tokenizer files again."
         ) from error
+    finally:
+        logging.set_verbosity(verbosity)
     return HuggingFaceTokenizer(backend)

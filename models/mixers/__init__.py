@@ -19,6 +19,8 @@ MIXERS: dict[str, type[FullAttention | Lightning | Mamba2 | GatedDeltaNet]] = {
 
 def build_mixer(config: HybridConfig, layer: int, impl: Impl) -> Mixer | HeadwiseMixer:
     kind = config.layer_kinds[layer]
+    if kind in ("lightning", "gdn"):
+        return MIXERS[kind](config, config.key_heads, config.n_kv_heads, layer, impl)
     if kind != "headwise":
         return MIXERS[kind](config, config.n_heads, config.n_kv_heads, layer, impl)
     heads, kv_heads = config.n_heads // 2, max(1, config.n_kv_heads // 2)

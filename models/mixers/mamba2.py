@@ -80,6 +80,11 @@ class Mamba2(ScalarDecayMixer):
         rows[:, :, torch.arange(len(at), device=rows.device), at] += at_least_fp32(self.D)[:, None]  # the skip D x_t
         return rows
 
+    def states(self, positions: Int[Tensor, " P"], **recorded: Tensor) -> Float[Tensor, "B P H K V"]:
+        key, value, dt, log_decay = (at_least_fp32(recorded[name]) for name in ("k", "v", "beta", "log_decay"))
+        operation, key = partial(linear_decay, impl=self.impl), key.expand(-1, -1, self.n_heads, -1)
+        return self._states_at(operation, positions, key=key, value=value * dt[..., None], log_decay=log_decay)
+
     def forward(
         self, x: Float[Tensor, "B T D"], positions: Int[Tensor, " T"], past: Past | None = None
     ) -> Float[Tensor, "B T D"]:

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from hooks.knockout import Knockout
 from hooks.restriction import Restriction
 from kernels.operands import Impl
 from models.cache import Past
@@ -13,7 +14,7 @@ from models.listeners import listened as listened
 
 
 class Mixer(nn.Module):
-    """A map [B, T, D] -> [B, T, D] along time. `restrictions` is edited by hooks.restrict, and by nothing else."""
+    """A map [B, T, D] -> [B, T, D] along time. Hooks edit `restrictions` and `knockouts`, and nothing else does."""
 
     kind: str
     window: int | None = None
@@ -26,6 +27,7 @@ class Mixer(nn.Module):
         self.n_kv_heads = n_kv_heads
         self.impl = impl
         self.restrictions: tuple[Restriction, ...] = ()
+        self.knockouts: tuple[Knockout, ...] = ()
 
     def forward(
         self, x: Float[Tensor, "B T D"], positions: Int[Tensor, " T"], past: Past | None = None

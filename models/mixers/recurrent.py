@@ -70,6 +70,30 @@ class RecurrentMixer(Mixer):
         """
         raise NotImplementedError
 
+    def states(self, positions: Int[Tensor, " P"], **recorded: Tensor) -> Float[Tensor, "B P H K V"]:
+        """S_t at ascending positions, of which only these are ever held: one sweep of O(T) over the operands.
+
+        `recorded` are hook_k, hook_v, hook_log_decay and, where there is one, hook_beta, named without "hook_".
+        ValueError under a restriction, whose states are made of other tokens.
+        """
+        raise NotImplementedError
+
+    def _states_at(
+        self, operation: Callable[..., RecurrentOutput], positions: Tensor, **operands: Tensor
+    ) -> Float[Tensor, "B P H K V"]:
+        if self.state_window is not None:
+            raise ValueError(
+                f"states of a {self.kind} layer restricted to {self.state_window} tokens; expected none in force."
+            )
+        found: list[Tensor] = []
+        first = 0
+        for stop in (positions + 1).tolist():
+            part = {name: x[:, first:stop] if x.ndim > 1 else x for name, x in operands.items()}
+            result = operation(query=part["key"], initial_state=found[-1] if found else None, **part)
+            found.append(result.state)
+            first = stop
+        return torch.stack(found, 1)
+
     def _value_rows(
         self, operation: Callable[..., RecurrentOutput], positions: Tensor, query: Tensor, **operands: Tensor
     ) -> Float[Tensor, "B H R T"]:

@@ -182,6 +182,16 @@ def test_a_layer_type_without_a_kind_is_named(tiny_model):
         HuggingFaceLM(hf)
 
 
+def test_a_model_is_wrapped_once(tiny_model, families):
+    hf = tiny_model("qwen3_next", **families["qwen3_next"][0])
+    ids = torch.arange(9)[None]
+    first = HuggingFaceLM(hf)
+    expected = first(ids)
+    with pytest.raises(ValueError, match="belongs to a HuggingFaceLM already.*load the model again"):
+        HuggingFaceLM(hf)
+    assert torch.equal(first(ids), expected)
+
+
 # Tokenizers
 
 

@@ -31,3 +31,9 @@ def test_transnormer_head_0_never_decays():
     slopes = log_decays("transnormer", 8, 2, 4)
     assert slopes[0] == 0
     assert slopes[3].item() == pytest.approx(-(8 / 8) * 0.5 * 3)
+
+
+def test_interleaved_slopes_between_powers_of_two():
+    assert torch.equal(log_decays("alibi-interleaved", 8, 1, 4), log_decays("alibi", 8, 1, 4))
+    found = log_decays("alibi-interleaved", 6, 1, 4).tolist()
+    assert found == pytest.approx([-(2.0**-2), -(2.0**-4), -(2.0**-6), -(2.0**-8), -(2.0**-1), -(2.0**-3)])
