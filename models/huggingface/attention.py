@@ -16,9 +16,10 @@ from transformer_lens.hook_points import HookPoint
 
 from kernels.attention import Band, attention
 from kernels.operands import Impl
-from models.huggingface.scores import mixed, softcapped_attention, weights, without_padding
+from models.huggingface.scores import softcapped_attention, without_padding
 from models.huggingface.swaps import running
 from models.mixers.mixer import Mixer, listened
+from models.softmax_rows import mixed, out_without, pattern_without, weights
 
 NAME = "hybridscope"
 ROTATIONS = ("apply_rotary_pos_emb", "apply_rotary_emb", "apply_rotary_pos_emb_interleave")
@@ -101,6 +102,8 @@ class SoftmaxMixer(Mixer):
         hidden = max(0, self.seen + query.shape[1] - key.shape[1])
         if pads is not None and hidden:
             raise ValueError("a padded batch continues a sliding cache; expected padding only in a first forward.")
+        if self.knockouts and (pads is not None or self.seen):
+            raise ValueError("a padded or cached batch under a knockout; expected whole sequences of one length.")
         bands = tuple(Band(band.window, max(0, band.sinks - hidden)) for band in self.bands())
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -111,18 +114,19 @@ class SoftmaxMixer(Mixer):
     def _computed(self, query: Tensor, key: Tensor, value: Tensor, bands: tuple[Band, ...], hidden: int) -> Tensor:
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
         sinks = self.sink_logits
+        settings: dict[str, Any] = {"bands": bands, "scale": scale, "softcap": self.softcap, "sink_logits": sinks}
         if listened(self.hook_pattern):
             at = torch.arange(key.shape[1], device=query.device)
-            late = at[key.shape[1] - query.shape[1] :]
-            p = weights(
-                query, key, late, at, bands=bands, scale=scale, softcap=self.softcap, sink_logits=sinks
-            )  # fmt: skip
+            p = weights(query, key, at[key.shape[1] - query.shape[1] :], at, **settings)
+            p = pattern_without(p, self.knockouts, query, key, **settings) if self.knockouts else p
             return mixed(self.hook_pattern(nn.functional.pad(p, (hidden, 0)))[..., hidden:], value)
         if self.softcap is not None:
-            return softcapped_attention(query, key, value, bands=bands, scale=scale, softcap=self.softcap)
-        return attention(
-            query=query, key=key, value=value, bands=bands, scale=scale, sink_logits=sinks, impl=self.impl
-        )  # fmt: skip
+            out = softcapped_attention(query, key, value, bands=bands, scale=scale, softcap=self.softcap)
+        else:
+            out = attention(
+                query=query, key=key, value=value, bands=bands, scale=scale, sink_logits=sinks, impl=self.impl
+            )  # fmt: skip
+        return out_without(out, value, self.knockouts, query, key, **settings) if self.knockouts else out
 
 
 def register() -> str:

@@ -23,6 +23,7 @@ class FixedDecay(Bound, ScalarDecayMixer):
 
     kind = "lightning"
     effective_rows = Lightning.effective_rows
+    states = Lightning.states
 
     def __init__(self, n_heads: int, n_kv_heads: int, impl: Impl):
         ScalarDecayMixer.__init__(self, n_heads, n_kv_heads, impl)

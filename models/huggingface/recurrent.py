@@ -170,6 +170,11 @@ class SelectiveDecay(Bound, ScalarDecayMixer):
         rows[:, :, torch.arange(len(at), device=rows.device), at] += at_least_fp32(self.site.D)[:, None]  # skip D x_t
         return rows
 
+    def states(self, positions: Int[Tensor, " P"], **recorded: Tensor) -> Float[Tensor, "B P H K V"]:
+        key, value, dt, log_decay = (at_least_fp32(recorded[name]) for name in ("k", "v", "beta", "log_decay"))
+        operation, key = partial(linear_decay, impl=self.impl), by_value_head(key, self.n_heads)
+        return self._states_at(operation, positions, key=key, value=value * dt[..., None], log_decay=log_decay)
+
     def channels(self) -> list[tuple[str, int]]:
         groups = self.site.n_groups * self.site.ssm_state_size
         return [("v", self.site.conv_dim - 2 * groups), ("k", groups), ("q", groups)]

@@ -1,45 +1,16 @@
-"""Attention weights that kernels.attention has no form for: soft-capped scores, and patterns with learned sinks.
-
-s_ts = cap tanh(scale q_t . k_s / cap) (Gemma 2); a learned sink logit is one more column, dropped after the softmax.
-"""
+"""Attention that kernels.attention has no form for: soft-capped scores, and batches with padding."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from kernels.attention import Band
-from kernels.attention.bands import visible
-
-ROWS = 256  # queries whose scores exist at a time
-
-
-def weights(
-    query: Float[Tensor, "B T H K"],
-    key: Float[Tensor, "B S G K"],
-    query_at: Int[Tensor, " T"],
-    key_at: Int[Tensor, " S"],
-    *,
-    bands: tuple[Band, ...],
-    scale: float,
-    softcap: float | None = None,
-    sink_logits: Float[Tensor, " H"] | None = None,
-) -> Float[Tensor, "B H T S"]:
-    """The probabilities, float32 (float64 for such queries); hidden keys hold 0, rows sum to 1 minus the sink's."""
-    work = torch.float64 if query.dtype == torch.float64 else torch.float32
-    grouped = query.to(work).mul(scale).unflatten(2, (key.shape[2], -1)).permute(0, 2, 3, 1, 4)  # B G share T K
-    scores = (grouped @ key.to(work).permute(0, 2, 3, 1).unsqueeze(2)).flatten(1, 2)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~visible(query_at, key_at, bands), float("-inf"))
-    if sink_logits is None:
-        return scores.softmax(-1)
-    column = sink_logits.to(work)[None, :, None, None].expand(*scores.shape[:3], 1)
-    return torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+from models.softmax_rows import ROWS, mixed, weights
 
 
 def softcapped_attention(
@@ -72,12 +43,6 @@ def softcapped_attention(
             outs.append(block(*operands))
     assert length == last
     return torch.cat(outs, 1)
-
-
-def mixed(p: Float[Tensor, "B H T S"], value: Float[Tensor, "B S G V"]) -> Float[Tensor, "B T H V"]:
-    """sum over s of p_ts v_s in value's dtype, each kv head serving its query heads."""
-    grouped = p.to(value.dtype).unflatten(1, (value.shape[2], -1))
-    return (grouped @ value.transpose(1, 2).unsqueeze(2)).flatten(1, 2).transpose(1, 2)
 
 
 def _first_visible(first: int, bands: tuple[Band, ...]) -> int:
