@@ -11,8 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from analyses.background import Background
 from models.errors import InputError
-from probes import long_ppl, niah
+from probes import long_ppl, niah, repeat_copy
+
+NGRAM = 4
+POSITION_SCALE = 1 / 8  # of the text: partners that far apart are as unlike as a whole caliper of the matching
 
 
 @dataclass(frozen=True)
@@ -36,16 +40,39 @@ class EvaluationDocument:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A document in one tokenizer: ids [T], indices of key tokens, and of their matched non-key tokens."""
+    """A document in one tokenizer: ids [T], and indices into them."""
 
     name: str
     ids: np.ndarray
     key: np.ndarray
+    """Key tokens."""
+    first: np.ndarray
+    """Of these the first inside each key interval."""
+    paired: np.ndarray
+    """Key tokens that have a partner, in the order of `matched`."""
     matched: np.ndarray
+    """Their partners, which are no key tokens."""
+    repeats: repeat_copy.Repeats
+    start: int = 0
+    """Tokens in front that belong to other texts; neither measured nor counted."""
+
+    @property
+    def own(self) -> int:
+        """Tokens of the document itself."""
+        return len(self.ids) - self.start
+
+    def behind(self, tokens: np.ndarray, bos: bool) -> Encoded:
+        """The same document after `tokens` of other texts (behind the BOS, if there is one)."""
+        ids, more = np.insert(self.ids, int(bos), tokens), len(tokens)
+        moved = repeat_copy.Repeats(self.repeats.second + more, self.repeats.first + more)
+        key, first, paired, matched = (p + more for p in (self.key, self.first, self.paired, self.matched))
+        return Encoded(self.name, ids, key, first, paired, matched, moved, self.start + more)
 
 
-def documents(texts: Path | None, key_tokens: Path | None, count: int | None) -> list[EvaluationDocument]:
-    """The embedded documents, or those of two folders with the same file names (.txt and .json).
+def documents(
+    texts: Path | None, key_tokens: Path | None, count: int | None, domain: str = "code"
+) -> list[EvaluationDocument]:
+    """The embedded documents of a domain, or those of two folders with the same file names (.txt and .json).
 
     Documents without a key token are left out; of the rest the `count` with the most key tokens, in order of names.
     Raises InputError if nothing is left, or if a text is not the one that its key tokens were made from.
@@ -55,7 +82,7 @@ def documents(texts: Path | None, key_tokens: Path | None, count: int | None) ->
     if (texts is None) != (key_tokens is None):
         raise InputError("--texts and --key-tokens go together; make key tokens with `python -m analyses.key_tokens`")
     if texts is None or key_tokens is None:
-        bodies, keys = data.texts(), data.key_tokens()
+        bodies, keys = data.texts(domain), data.key_tokens(domain=domain)
     else:
         bodies = {path.stem: data.read_text(path) for path in sorted(texts.glob("*.txt"))}
         keys = {path.stem: long_ppl.load_key_tokens(path) for path in sorted(key_tokens.glob("*.json"))}
@@ -84,18 +111,68 @@ def _check_text(document: EvaluationDocument) -> None:
         )
 
 
-def encode(document: EvaluationDocument, tokenizer: Any) -> Encoded:
-    """The evaluated span in a model's tokenizer; matched tokens as in probes.long_ppl.matched_tokens.
+def encode(document: EvaluationDocument, tokenizer: Any, background: Background) -> Encoded:
+    """The evaluated span in a model's tokenizer; partners as in probes.long_ppl.matched_tokens, repeated n-grams as in
+    probes.repeat_copy, frequency and rarity as in `background`.
 
     One BOS stands in front if the tokenizer has one (its texts begin with it), and is no token of the span.
     """
     span = document.text[: document.key_tokens.n_characters]
     ids, offsets = tokenizer.encode_with_offsets(span)
+    pairs = long_ppl.matched_tokens(
+        ids, offsets, document.key_tokens, span,
+        counts=background.token_counts, position_scale=max(1.0, POSITION_SCALE * len(ids)),
+    )  # fmt: skip
     key = long_ppl.key_positions(offsets, document.key_tokens, span)
-    matched = long_ppl.matched_tokens(ids, offsets, document.key_tokens, span)
+    first = long_ppl.first_positions(offsets, document.key_tokens, span)
+    second, earlier = repeat_copy.find(ids, NGRAM, background.ngram_counts)
     bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    key, shift = (key if bos else key[key > 0]), len(bos)
-    return Encoded(document.name, np.asarray([*bos, *ids], dtype=np.int64), key + shift, matched.matched + shift)
+    shift = len(bos)
+    key, first = (places if bos else places[places > 0] for places in (key, first))
+    scored = slice(None) if bos else earlier > 0  # nothing predicts the first token
+    repeats = repeat_copy.Repeats(second[scored] + shift, earlier[scored] + shift)
+    whole = np.asarray([*bos, *ids], dtype=np.int64)
+    return Encoded(document.name, whole, key + shift, first + shift, pairs.key + shift, pairs.matched + shift, repeats)
+
+
+@dataclass(frozen=True)
+class Matching:
+    """How alike key tokens and partners are: standardised differences [3] of the covariates of the matching."""
+
+    before: np.ndarray
+    after: np.ndarray
+    key_means: np.ndarray
+    matched_means: np.ndarray
+    n_pairs: int
+    n_unmatched: int
+
+
+def matching(
+    documents: Sequence[EvaluationDocument], encoded: Sequence[Encoded], tokenizer: Any, background: Background
+) -> Matching:
+    """Of all documents together; `before`: key tokens against all non-key tokens that could be partners."""
+    key, matched, others = [], [], []
+    shift = 0 if tokenizer.bos_id is None else 1
+    for document, one in zip(documents, encoded, strict=True):
+        span = document.text[: document.key_tokens.n_characters]
+        ids, offsets = tokenizer.encode_with_offsets(span)
+        found = long_ppl.covariates(ids, offsets, document.key_tokens, span, background.token_counts)
+        key.append(found.values[one.paired - shift])
+        matched.append(found.values[one.matched - shift])
+        others.append(found.values[found.candidates])
+    pairs, partners, candidates = map(np.concatenate, (key, matched, others))
+    return Matching(
+        long_ppl.standardised_differences(pairs, candidates, candidates),
+        long_ppl.standardised_differences(pairs, partners, candidates),
+        _means(pairs),
+        _means(partners),
+        len(pairs),
+        sum(len(one.key) for one in encoded) - len(pairs),
+    )
+
+
+def _means(values: np.ndarray) -> np.ndarray:
+    return values.mean(axis=0) if len(values) else np.full(values.shape[1], np.nan)
 
 
 def prompts(tokenizer: Any, settings: Mapping[str, Any]) -> Sequence[niah.NIAHSample]:

@@ -3,9 +3,10 @@
     python -m analyses.receptive_field ckpt/ --out results/receptive_field.h5
 
 Figure 3 of arXiv:2606.15378, with its confounds handled: every restriction is exact for every mixer (hooks.restrict);
-log(LongPPL) beside matched non-key tokens, all tokens and needle retrieval; paired intervals over documents and
-prompts; sinks; the floor of a model that is given the last w tokens only; and, per layer, whether the restriction could
-have mattered at all. Sizes in tokens, losses in nats.
+log(LongPPL) beside matched non-key tokens, all tokens, repeated n-grams by gap and needle retrieval by distance; paired
+intervals over documents and prompts, verdicts against a stated margin; sinks; the floor of a model that is given the
+last w tokens only; mean-ablation; lengths beyond training; and, per layer, whether the restriction could have mattered
+at all. Sizes in tokens, losses in nats.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 ANALYSIS = "receptive_field"
 GRID_WINDOWS = (1, 2, 4, 16, 64, 128, 256, 512, 1024, 2048)
 CPU_DOCUMENTS, CPU_PROMPTS, GPU_PROMPTS = 4, 24, 64
+DOMAINS = ("code", "documentation")
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
 
@@ -47,8 +49,21 @@ class Config:
     """First tokens that stay visible beside the window; default: 0, with --grid 0 and 4 (softmax layers only)."""
     reach: Annotated[tuple[int, ...], _shown("R [R ...]")] = ()
     """Also: tokens that a group may cross in all, split over its layers."""
+    ablate: Flag = False
+    """Also: each group's mixers put out their mean over calibration tokens, the strongest restriction."""
+    layers: Annotated[tuple[str, ...], _shown("IDS [IDS ...]")] = ()
+    """Also: these layers alone, at every window and number of sinks; each IDS is one set, absolute ids joined by
+    commas: --layers 5 11 5,11."""
+    floor: Flag = False
+    """Also: the model given the last w tokens only, for every window."""
+    lengths: Annotated[tuple[int, ...], _shown("M [M ...]")] = (1,)
+    """Also at M times the training length, e.g. 1 2 4: the same documents behind other texts, longer needle prompts."""
+    margin: float = 0.1
+    """Nats of harm below which a restriction counts as not mattering, stated before looking. 0.1: less than doubling
+    the training tokens of the paper's 104M model gains in log(LongPPL), 0.12 to 0.23."""
     grid: Flag = False
-    """Everything: ten windows, 0 and 4 sinks, each single layer, the reach, the floor, all documents."""
+    """Everything at one length: ten windows, 0 and 4 sinks, each single layer, the reach, means, the floor, all
+    documents."""
     documents: Annotated[int | None, _shown("N")] = None
     """Documents, those with the most key tokens; default: 4 on a CPU, all with --grid or on a GPU."""
     prompts: Annotated[int | None, _shown("N")] = None
@@ -57,13 +72,18 @@ class Config:
     """Tokens taken for the training length; default: a native model's own, a Hugging Face model's up to the longest
     document."""
     prompt_length: Annotated[int | None, _shown("T")] = None
-    """Tokens of a needle prompt; default: a quarter of the training length on a CPU, else (--grid, GPU) all."""
+    """Tokens of a needle prompt; default: a quarter of the training length on a CPU, else (--grid, --lengths, GPU)
+    all."""
     haystack: str = "essay"
     """Text round the needle: essay, repeat or noise."""
     texts: Annotated[Path | None, _shown("FOLDER")] = None
-    """Folder of own documents (NAME.txt); needs --key-tokens. Default: CPython modules that ship with the package."""
+    """Folder of own documents (NAME.txt); needs --key-tokens. Default: those that ship with the package."""
+    domain: str = "code"
+    """Which of these: code (CPython modules) or documentation (Django's topic guides)."""
     key_tokens: Annotated[Path | None, _shown("FOLDER")] = None
     """Folder of their key tokens (NAME.json), made by `python -m analyses.key_tokens`."""
+    calibration: Annotated[Path | None, _shown("FOLDER")] = None
+    """Texts for the means of --ablate; default: the embedded CPython modules without key tokens."""
     device: Annotated[str | None, _shown("DEVICE")] = None
     """cpu or cuda; default: a GPU if there is one."""
     dtype: Annotated[str | None, _shown("DTYPE")] = None
@@ -76,6 +96,13 @@ class Config:
     """Replace a result of another configuration."""
 
     def __post_init__(self) -> None:
+        for value in self.lengths:
+            if value < 1:
+                raise InputError(f"--lengths has {value}; expected multiples of the training length: 1 or more")
+        if not self.margin > 0:
+            raise InputError(f"--margin is {self.margin}; expected nats, more than 0")
+        if self.domain not in DOMAINS:
+            raise InputError(f"--domain is {self.domain!r}; expected {' or '.join(DOMAINS)}")
         for name in ("windows", "reach"):
             for value in getattr(self, name) or ():
                 if value < 1:
@@ -123,7 +150,7 @@ def receptive_field(config: Config) -> Result:
 
 def main(config: Config) -> None:
     from analyses.distributed import is_first
-    from analyses.receptive_field_summary import table
+    from analyses.receptive_field_table import table
 
     result = receptive_field(config)
     if is_first():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,55 +13,77 @@ import hooks
 from analyses.conditions import Condition
 from analyses.evaluation import Encoded
 from models.errors import InputError
+from probes import repeat_copy
 from probes.long_ppl import token_losses
 from probes.niah import NIAHSample, accuracy
 
 BUCKETS = 8
 TOKENS_PER_BATCH = {"cpu": 4096, "cuda": 131_072}
-CHUNK = 4096  # positions unembedded at a time
+CHUNK, LOGITS = 4096, 2**28  # unembedded at a time: positions, and these times the vocabulary (1 GiB in float32)
 
 
 def document_losses(
-    model: Any, condition: Condition, documents: Sequence[Encoded], context: int
+    model: Any,
+    condition: Condition,
+    documents: Sequence[Encoded],
+    context: int,
+    means: Mapping[Any, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Per document, in nats: key_loss (sum over key tokens), matched_loss (mean), loss (mean), bucket_loss [BUCKETS].
+    """Per document, in nats. Sums: key_loss over key tokens, first_loss over the first of each key interval,
+    paired_key_loss and paired_matched_loss over matched pairs, repeat_loss and repeat_first_loss [G] over repeated
+    n-grams by gap. Means: matched_loss, loss (all its tokens but the first), bucket_loss [BUCKETS].
 
-    The floor knows only key and matched tokens, each from the last w tokens before it; the rest is NaN there.
+    The floor knows only key and matched tokens, each from the last w tokens before it; the rest is NaN there. `means`
+    are what an ablation puts in the place of outputs. Documents measured together have equally many tokens in front.
     """
     if condition.group == "floor":
         scored = [np.concatenate((document.key, document.matched)) for document in documents]
         losses = _floor_losses(model, documents, scored, condition.window)
     else:
-        scored = [np.arange(1, len(document.ids)) for document in documents]
-        with condition.applied(model):
+        scored = [np.arange(document.start + 1, len(document.ids)) for document in documents]
+        with condition.applied(model, means):
             losses = _all_losses(model, documents)
     results = []
     for document, values, positions in zip(documents, losses, scored, strict=True):
         _check_finite(values, positions, document, condition)
-        results.append(_summed(values, document, context))
+        results.append(_summed(values, document, context, condition.group != "floor"))
     return results
 
 
-def _summed(losses: np.ndarray, document: Encoded, context: int) -> dict[str, Any]:
-    bucket = np.minimum(np.arange(len(losses)) * BUCKETS // context, BUCKETS - 1)
+def _summed(losses: np.ndarray, document: Encoded, context: int, whole: bool) -> dict[str, Any]:
+    """`whole`: every token of the document has a loss."""
+    own = losses[document.start :]
+    bucket = np.minimum(np.arange(len(own)) * BUCKETS // context, BUCKETS - 1)
+    edges = repeat_copy.gap_bins(context)
+    unknown = np.full(len(edges), np.nan)
+    second, first, _ = repeat_copy.by_gap(losses, document.repeats, edges) if whole else (unknown, unknown, None)
     return {
         "key_loss": float(losses[document.key].sum()),
+        "first_loss": float(losses[document.first].sum()),
+        "paired_key_loss": float(losses[document.paired].sum()),
+        "paired_matched_loss": float(losses[document.matched].sum()),
         "matched_loss": _mean(losses[document.matched]),
-        "loss": _mean(losses[1:]),
-        "bucket_loss": [_mean(losses[1:][bucket[1:] == b]) for b in range(BUCKETS)],
+        "loss": _mean(own[1:]),
+        "bucket_loss": [_mean(own[1:][bucket[1:] == b]) for b in range(BUCKETS)],
+        "repeat_loss": second,
+        "repeat_first_loss": first,
     }
 
 
 def _all_losses(model: Any, documents: Sequence[Encoded]) -> list[np.ndarray]:
-    """The loss of every token but the first. Documents of a batch are padded behind their end, which nothing sees."""
+    """The loss of every token of a document but its first. Those of a batch are padded behind their end, which nothing
+    sees."""
     losses: list[np.ndarray] = []
     longest = max(len(document.ids) for document in documents)
+    (start,) = {document.start for document in documents}
     size = max(1, _budget(model) // longest)
-    for start in range(0, len(documents), size):
-        part = [torch.from_numpy(document.ids) for document in documents[start : start + size]]
+    chunk = max(1, min(CHUNK, LOGITS // model.config.vocab_size))
+    for at in range(0, len(documents), size):
+        part = [torch.from_numpy(document.ids) for document in documents[at : at + size]]
         batch = torch.nn.utils.rnn.pad_sequence(part, batch_first=True).to(model.device)
-        found = token_losses(model, batch, range(1, batch.shape[1]), chunk=CHUNK).double().cpu().numpy()
-        losses += [np.concatenate(([np.nan], row[: len(ids) - 1])) for row, ids in zip(found, part, strict=True)]
+        found = token_losses(model, batch, range(start + 1, batch.shape[1]), chunk=chunk).double().cpu().numpy()
+        unknown = np.full(start + 1, np.nan)
+        losses += [np.concatenate((unknown, row[: len(ids) - start - 1])) for row, ids in zip(found, part, strict=True)]
     return losses
 
 
@@ -101,13 +123,15 @@ def _floor_losses(
 
 
 @torch.no_grad()
-def prompt_accuracy(model: Any, condition: Condition, samples: Sequence[NIAHSample]) -> list[tuple[bool, float]]:
+def prompt_accuracy(
+    model: Any, condition: Condition, samples: Sequence[NIAHSample], means: Mapping[Any, Any] | None = None
+) -> list[tuple[bool, float]]:
     """(all digits correct, share of digits correct) of each prompt, under teacher forcing."""
     if condition.group == "floor":
         return [_floor_accuracy(model, sample, condition.window) for sample in samples]
     results = []
     size = max(1, _budget(model) // len(samples[0].input_ids))
-    with condition.applied(model):
+    with condition.applied(model, means):
         for start in range(0, len(samples), size):
             part = samples[start : start + size]
             batch = torch.from_numpy(np.stack([sample.input_ids for sample in part]).astype(np.int64))

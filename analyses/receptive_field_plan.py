@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,34 +10,19 @@ import numpy as np
 import torch
 
 import models
-from analyses import evaluation, provenance
+from analyses import background, evaluation, mean_ablation, provenance
 from analyses import receptive_field_measures as measures
-from analyses.checkpoints import batches, is_native, named, torch_device, usable, working_dtype
+from analyses.checkpoints import is_native, named, torch_device, usable, working_dtype
 from analyses.conditions import Condition, build
+from analyses.layer_subsets import parse, subset_conditions
 from analyses.receptive_field import CPU_DOCUMENTS, CPU_PROMPTS, GPU_PROMPTS, GRID_WINDOWS, Config
+from analyses.receptive_field_units import Unit, units_of
 from analyses.result import Dataset, Variable
 from kernels.operands import default_impl
 from models.errors import InputError
 
-DOCUMENT_BATCH = {"cpu": 8, "cuda": 32}
-PROMPT_BATCH, EFFECT_DOCUMENTS = 64, 4
 DTYPES = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 GRID_SINKS, GRID_LAYER_WINDOWS = (0, 4), (16,)
-
-
-@dataclass(frozen=True)
-class Unit:
-    """One piece of work. `part` is "documents", "prompts" or "effect"; rows are first .. last - 1 of its samples."""
-
-    checkpoint: str
-    part: str
-    condition: Condition
-    first: int = 0
-    last: int = 0
-
-    @property
-    def id(self) -> str:
-        return f"{self.checkpoint}/{self.condition.label}/{self.part} {self.first}-{self.last}"
 
 
 class Plan:
@@ -53,6 +37,7 @@ class Plan:
             raise InputError(f"--dtype is {config.dtype!r}; expected float32 or bfloat16")
         self.paths = named(config.paths)
         self.layers: dict[str, Any] = {}
+        self.trained: dict[str, int] = {}  # beyond it is extrapolation
         self.contexts: dict[str, int] = {}
         self.tokenizers: dict[str, Any] = {}
         self.dtypes: dict[str, str] = {}
@@ -60,13 +45,20 @@ class Plan:
             self._look_at(name, path)
         large = config.grid or self.on_gpu
         count = config.documents or (None if large else CPU_DOCUMENTS)
-        self.documents = evaluation.documents(config.texts, config.key_tokens, count)
+        self.documents = evaluation.documents(config.texts, config.key_tokens, count, config.domain)
+        texts = {document.name: document.text for document in self.documents}
+        self.texts = background.background_texts(config.texts, config.domain, texts)
+        self.ablate = config.ablate or config.grid
+        self.calibration = mean_ablation.calibration(config.calibration, list(texts.values())) if self.ablate else None
+        self.lengths = tuple(sorted({1, *config.lengths}))
         for name in self.paths:
             self.contexts[name] = self._context(name)
         self.n_prompts = config.prompts or (GPU_PROMPTS if large else CPU_PROMPTS)
         self.large = large
         self.conditions = {name: self._conditions(name) for name in self.paths}
         self.prompts = {name: self._prompts(name) for name in self.paths}
+        for name in self.paths if len(self.lengths) > 1 else ():
+            self.encoded(name, self.lengths[-1])  # too few texts for the longest are found before a model runs
 
     def _look_at(self, name: str, path: Path) -> None:
         """Refuses what cannot be studied; keeps shapes without weights, and one tokenizer where several are equal."""
@@ -75,6 +67,7 @@ class Plan:
         if described.context is None:
             raise InputError(f"{path}: config.json names no context length (max_position_embeddings)")
         self.layers[name], self.contexts[name] = model.layers, described.context
+        self.trained[name] = self.config.context or described.context
         alike = {tokenizer.sha256: tokenizer for tokenizer in self.tokenizers.values()}
         own = described.tokenizer
         self.tokenizers[name] = alike.get(own.sha256, own)  # steps of a run share what follows
@@ -97,7 +90,10 @@ class Plan:
         sinks = config.sinks or (GRID_SINKS if config.grid else (0,))
         layer_windows = tuple(dict.fromkeys((default, *GRID_LAYER_WINDOWS))) if config.grid else ()
         reaches = config.reach or ((default,) if config.grid else ())
-        found = build(windows, sinks, layer_windows, len(self.layers[name]), reaches, floors=config.grid)
+        floors, count = config.grid or config.floor, len(self.layers[name])
+        found = build(windows, sinks, layer_windows, count, reaches, floors, self.ablate)
+        found += subset_conditions(parse(config.layers, count), windows, sinks)
+        found = list(dict.fromkeys(found))
         if config.sinks and any(config.sinks):
             for condition in found:
                 if condition.sinks and (reason := condition.not_applicable(self.layers[name])):
@@ -106,10 +102,15 @@ class Plan:
                     raise InputError(f"{self.paths[name]}: {condition.label}: {reason}; use --sinks 0")
         return found
 
-    def _prompts(self, name: str) -> Any:
+    def _prompts(self, name: str, stretch: int = 1) -> Any:
         context = self.contexts[name]
-        length = self.config.prompt_length or (context if self.large else context // 4)
-        settings = {"length": length, "n": self.n_prompts, "seed": self.config.seed, "haystack": self.config.haystack}
+        length = self.config.prompt_length or (context if self.large or len(self.lengths) > 1 else context // 4)
+        settings = {
+            "length": length * stretch,
+            "n": self.n_prompts,
+            "seed": self.config.seed,
+            "haystack": self.config.haystack,
+        }
         return self._build_prompts(self.tokenizers[name], tuple(settings.items()))
 
     @functools.cache  # noqa: B019 (one plan a process)
@@ -125,10 +126,12 @@ class Plan:
         """What decides the data: settings as resolved, content of checkpoints and texts; not where files lie."""
         return provenance.configuration(
             self.config,
-            exclude=("out", "overwrite", "paths", "device", "texts", "key_tokens"),
+            exclude=("out", "overwrite", "paths", "device", "texts", "key_tokens", "calibration"),
             checkpoints={name: provenance.checkpoint_sha256(path) for name, path in self.paths.items()},
             document_names=[document.name for document in self.documents],
             document_sha256=[document.sha256 for document in self.documents],
+            background_sha256=background.sha256(self.texts),
+            calibration_sha256=self.calibration.sha256 if self.calibration else None,
             evaluators=sorted({document.key_tokens.evaluator for document in self.documents}),
             n_prompts=self.n_prompts,
             prompt_lengths={name: prompts.settings.length for name, prompts in self.prompts.items()},
@@ -143,56 +146,49 @@ class Plan:
         return [c for c in self.conditions[name] if not c.not_applicable(layers) and not c.changes_nothing(layers)]
 
     def effect_windows(self, name: str) -> list[int]:
-        return sorted(
-            {c.window for c in self.conditions[name] if c.group in ("full", "efficient", "layer") and c.window}
-        )
+        return sorted({c.window for c in self.conditions[name] if c.group not in ("none", "floor") and c.window})
 
     @functools.cached_property
     def units(self) -> dict[str, Unit]:
         """By id, in an order that loads each checkpoint once."""
-        found = []
-        for name in self.paths:
-            for condition in self.measured(name):
-                found += [
-                    Unit(name, "documents", condition, *rows)
-                    for rows in batches(len(self.documents), DOCUMENT_BATCH[self.device.type])
-                ]
-                found += [Unit(name, "prompts", condition, *rows) for rows in batches(self.n_prompts, PROMPT_BATCH)]
-            effect_documents = min(len(self.documents), EFFECT_DOCUMENTS) if self.config.grid else 1
-            for window in self.effect_windows(name):
-                found.append(Unit(name, "effect", Condition("full", window=window), 0, effect_documents))
-        return {unit.id: unit for unit in found}
+        return {unit.id: unit for name in self.paths for unit in units_of(self, name)}
 
     @functools.cached_property
     def unit_ids(self) -> dict[tuple[str, str, Condition], list[str]]:
-        """The units of (checkpoint, part, condition), in order of their samples."""
-        found: dict[tuple[str, str, Condition], list[str]] = {}
+        """The units of (checkpoint, part, condition) at the training length, in order of their samples."""
+        return {key[:3]: ids for key, ids in self.unit_ids_by_length.items() if key[3] == 1}
+
+    @functools.cached_property
+    def unit_ids_by_length(self) -> dict[tuple[str, str, Condition, int], list[str]]:
+        """The units of (checkpoint, part, condition, stretch), in order of their samples."""
+        found: dict[tuple[str, str, Condition, int], list[str]] = {}
         for unit in self.units.values():
-            found.setdefault((unit.checkpoint, unit.part, unit.condition), []).append(unit.id)
+            found.setdefault((unit.checkpoint, unit.part, unit.condition, unit.stretch), []).append(unit.id)
         return found
 
     def compute(self, unit: Unit) -> Dataset:
         model = self.model(unit.checkpoint)
+        means = self._means(unit.checkpoint, unit.condition) if unit.condition.ablated else None
         if unit.part == "documents":
-            return self._document_unit(model, unit)
+            return self._document_unit(model, unit, means)
         if unit.part == "prompts":
-            samples = self.samples(unit.checkpoint)[unit.first : unit.last]
-            scores = measures.prompt_accuracy(model, unit.condition, samples)
+            samples = self.samples(unit.checkpoint, unit.stretch)[unit.first : unit.last]
+            scores = measures.prompt_accuracy(model, unit.condition, samples, means)
             return Dataset({
                 "correct": Variable(("prompt",), np.array([float(s[0]) for s in scores]), "1", "all digits right"),
                 "digits": Variable(("prompt",), np.array([s[1] for s in scores]), "1", "share of digits right"),
             })  # fmt: skip
         return self._effect_unit(model, unit)
 
-    def _document_unit(self, model: Any, unit: Unit) -> Dataset:
-        documents = self.encoded(unit.checkpoint)[unit.first : unit.last]
-        rows = measures.document_losses(model, unit.condition, documents, self.contexts[unit.checkpoint])
-        variables = {
-            name: Variable(("document",), np.array([row[name] for row in rows]), "nat", name)
-            for name in ("key_loss", "matched_loss", "loss")
-        }
-        buckets = np.array([row["bucket_loss"] for row in rows])
-        return Dataset({**variables, "bucket_loss": Variable(("document", "bucket"), buckets, "nat", "bucket_loss")})
+    def _document_unit(self, model: Any, unit: Unit, means: Any) -> Dataset:
+        documents = self.encoded(unit.checkpoint, unit.stretch)[unit.first : unit.last]
+        rows = measures.document_losses(model, unit.condition, documents, self.contexts[unit.checkpoint], means)
+        second = {"bucket_loss": "bucket", "repeat_loss": "gap", "repeat_first_loss": "gap"}
+        variables = {}
+        for name in rows[0]:
+            dims = ("document", second[name]) if name in second else ("document",)
+            variables[name] = Variable(dims, np.array([row[name] for row in rows]), "nat", name)
+        return Dataset(variables)
 
     def _effect_unit(self, model: Any, unit: Unit) -> Dataset:
         layers = self.layers[unit.checkpoint]
@@ -209,17 +205,42 @@ class Plan:
     def model(self, name: str) -> Any:
         return models.load(self.paths[name], device=self.device, dtype=DTYPES[self.config.dtype], impl=self.config.impl)
 
-    def encoded(self, name: str) -> list[evaluation.Encoded]:
-        """The documents in a checkpoint's tokens."""
-        return self._encode(self.tokenizers[name])
+    @functools.lru_cache(maxsize=1)  # noqa: B019 (one plan a process)
+    def _means(self, name: str, condition: Condition) -> Any:
+        assert self.calibration is not None, "a condition with means needs calibration texts"
+        return mean_ablation.means(self.model(name), self.calibration_tokens(name), condition.layers)
 
-    def samples(self, name: str) -> list[Any]:
+    def calibration_tokens(self, name: str) -> list[np.ndarray]:
+        """The tokens over which a checkpoint's means are taken, [1, T] each; empty without --ablate."""
+        if self.calibration is None:
+            return []
+        return mean_ablation.batches(self.calibration, self.tokenizers[name], self.contexts[name])
+
+    def encoded(self, name: str, stretch: int = 1) -> list[evaluation.Encoded]:
+        """The documents in a checkpoint's tokens; at m times its training length behind m - 1 times that many tokens
+        of other texts."""
+        return self._encode(self.tokenizers[name], self.contexts[name] * (stretch - 1))
+
+    def matching(self, name: str) -> evaluation.Matching:
+        """How alike key tokens and their partners are, in a checkpoint's tokens."""
+        tokenizer = self.tokenizers[name]
+        return evaluation.matching(self.documents, self.encoded(name), tokenizer, self._background(tokenizer))
+
+    def samples(self, name: str, stretch: int = 1) -> list[Any]:
         """The needle prompts in a checkpoint's tokens."""
-        return self._build_samples(self.prompts[name])
+        return self._build_samples(self.prompts[name] if stretch == 1 else self._prompts(name, stretch))
 
     @functools.cache  # noqa: B019 (one plan a process)
-    def _encode(self, tokenizer: Any) -> list[evaluation.Encoded]:
-        return [evaluation.encode(document, tokenizer) for document in self.documents]
+    def _background(self, tokenizer: Any) -> background.Background:
+        return background.in_tokens(self.texts, tokenizer, evaluation.NGRAM)
+
+    @functools.cache  # noqa: B019 (one plan a process)
+    def _encode(self, tokenizer: Any, before: int) -> list[evaluation.Encoded]:
+        around = self._background(tokenizer)
+        if before == 0:
+            return [evaluation.encode(document, tokenizer, around) for document in self.documents]
+        bos = tokenizer.bos_id is not None
+        return [one.behind(around.before(one.name, before), bos) for one in self._encode(tokenizer, 0)]
 
     @functools.cache  # noqa: B019 (one plan a process)
     def _build_samples(self, prompts: Any) -> list[Any]:

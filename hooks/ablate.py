@@ -57,12 +57,14 @@ def ablate(
 
 
 @torch.no_grad()
-def head_means(model: Any, batches: Iterable[Any]) -> dict[Head, Float[Tensor, " V"]]:
-    """The mean output z of every head over all tokens of the batches of input ids.
+def head_means(
+    model: Any, batches: Iterable[Any], layers: str | Sequence[int] | None = None
+) -> dict[Head, Float[Tensor, " V"]]:
+    """The mean output z of every head, or of those that `layers` names, over all tokens of the batches of input ids.
 
     Sums are float64 on the model's device; one forward per batch, without logits. Raises ValueError if there is none.
     """
-    points = _by_point(model, None, range(len(model.layers)))
+    points = _by_point(model, None, range(len(model.layers)) if layers is None else layers)
     sums: dict[str, Tensor] = {}
     tokens = 0
 

@@ -26,13 +26,15 @@ def restrict(
     """Inside, the mixers of `layers` see the last `window` tokens (self included) and the first `sinks` tokens.
 
     `layers`: "full" or "efficient" (all paths of that group), or absolute layer ids (every path of those layers).
-    `reach=R` instead of `window` splits the budget over the group's n layers, so that together they reach R tokens:
-    sum of (w_l - 1) = R - 1. Nested restrictions intersect. On leaving, also by an exception, the model is what it was.
+    `reach=R` instead of `window` gives R tokens to the group as a whole, split over its layers (`reach_windows`): the
+    receptive fields of stacked layers add up, so n layers with a window of R each would reach n (R - 1) + 1. Nested
+    restrictions intersect. On leaving, also by an exception, the model is what it was.
 
-    Raises ValueError for an empty group, an unknown layer, window or reach < 1, and sinks on a recurrent path.
+    Raises ValueError for an empty group, an unknown layer, both or none of window and reach, a window < 1, a reach
+    that is too small for the group, and sinks on a recurrent path.
     """
     chosen = select(model, layers)
-    windows = _windows(chosen, window, reach)
+    windows = _windows(model, layers, chosen, window, reach)
     _check_sinks(chosen, sinks)
     added = []
     try:
@@ -81,11 +83,10 @@ def group_reach(model: Any, layers: str | Sequence[int], window: int | None) -> 
     """
     per_layer: dict[int, int] = {}
     for layer, path in select(model, layers):
-        own = None if getattr(layer.mixers[path], "sinks", 0) else layer.paths[path].window
-        windows = [w for w in (window, own) if w is not None]
+        windows = [w for w in (window, _own_window(layer, path)) if w is not None]
         if not windows:
             return None
-        step = min(windows) - 1 + getattr(layer.mixers[path], "conv_width", 1) - 1
+        step = min(windows) - 1 + _conv_tokens(layer, path)
         other = per_layer.get(layer.index, 0)
         per_layer[layer.index] = other + step if getattr(layer, "in_series", False) else max(other, step)
     return 1 + sum(per_layer.values())
@@ -99,18 +100,78 @@ def _layer_ids(layers: Sequence[int], n_layers: int) -> list[int]:
     return sorted(set(ids))
 
 
-def _windows(chosen: list[tuple[Any, int]], window: int | None, reach: int | None) -> list[int]:
+def reach_windows(model: Any, layers: str | Sequence[int], reach: int) -> list[int]:
+    """The window of every path of the group (in layer order) that a total reach of R tokens leaves it.
+
+        1 + sum over layers of (w_l - 1 + c_l - 1) = R,   c_l the width of the layer's convolution (1: none)
+
+    The budget goes to the layers in equal parts, the remainder to the first ones; what a layer's own window cannot use
+    goes to the others. Parallel paths of a layer share its part, paths in series take one each. So the group reaches R
+    tokens exactly, or all it can if its own windows allow less (`group_reach`); information still may go round it,
+    through layers that are not restricted. Raises ValueError if R is below what the convolutions alone reach.
+    """
+    chosen = select(model, layers)
+    _check_size("reach", reach)
+    stages: dict[tuple[int, int], list[int]] = {}  # what takes its own part of the budget: places in `chosen`
+    for place, (layer, path) in enumerate(chosen):
+        stages.setdefault((layer.index, path if getattr(layer, "in_series", False) else -1), []).append(place)
+    own = [_own_window(*pair) for pair in chosen]
+    convolution = [max(_conv_tokens(*chosen[place]) for place in places) for places in stages.values()]
+    room = [
+        None if any(own[place] is None for place in places) else max(own[place] or 1 for place in places) - 1
+        for places in stages.values()
+    ]
+    if reach - 1 < sum(convolution):
+        raise ValueError(
+            f"reach is {reach}, but the convolutions of these layers alone reach {1 + sum(convolution)} tokens; "
+            f"expected at least {1 + sum(convolution)}."
+        )
+    parts = _shared_out(reach - 1 - sum(convolution), room)
+    windows = {place: 1 + part for places, part in zip(stages.values(), parts, strict=True) for place in places}
+    return [windows[place] for place in range(len(chosen))]
+
+
+def _shared_out(budget: int, room: Sequence[int | None]) -> list[int]:
+    """`budget` in equal parts, none above its room (None: no bound); the remainder to the first that can take it."""
+    parts = [0] * len(room)
+    while budget:
+        open_ = [i for i, limit in enumerate(room) if limit is None or parts[i] < limit]
+        if not open_:
+            break  # every own window is narrower: nothing is left to restrict
+        share = max(1, budget // len(open_))
+        for i in open_:
+            limit = room[i]
+            step = min(share, budget, share if limit is None else limit - parts[i])
+            parts[i] += step
+            budget -= step
+    return parts
+
+
+def _windows(
+    model: Any, layers: str | Sequence[int], chosen: list[tuple[Any, int]], window: int | None, reach: int | None
+) -> list[int]:
     if (window is None) == (reach is None):
         raise ValueError(f"restrict takes either window or reach; found window={window!r}, reach={reach!r}.")
-    name, value = ("window", window) if reach is None else ("reach", reach)
+    if reach is not None:
+        return reach_windows(model, layers, reach)
+    _check_size("window", window)
+    return [int(window or 0)] * len(chosen)
+
+
+def _check_size(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} is {value!r}; expected an integer >= 1 (tokens visible, self included).")
-    if reach is None:
-        return [value] * len(chosen)
-    ids = sorted({layer.index for layer, _ in chosen})
-    share, rest = divmod(value - 1, len(ids))
-    per_layer = {index: 1 + share + (rank < rest) for rank, index in enumerate(ids)}
-    return [per_layer[layer.index] for layer, _ in chosen]
+
+
+def _own_window(layer: Any, path: int) -> int | None:
+    """The window that a path was built with; a path with sink tokens of its own sees them from anywhere: None."""
+    window: int | None = layer.paths[path].window
+    return None if getattr(layer.mixers[path], "sinks", 0) else window
+
+
+def _conv_tokens(layer: Any, path: int) -> int:
+    """Tokens that a path's short convolution adds to the window of its state."""
+    return int(getattr(layer.mixers[path], "conv_width", 1)) - 1
 
 
 def _check_sinks(chosen: list[tuple[Any, int]], sinks: int) -> None:

@@ -110,6 +110,7 @@ def test_every_package_is_listed_and_typed():
         "analyses.layerwise_probing",
         "analyses.gradient_influence",
         "analyses.retrieval_tracing",
+        "analyses.causal_tracing",
         "analyses.scaling_law",
         "analyses.key_tokens",
         "models.pretrain",

@@ -17,7 +17,7 @@ from models import command_line
 from models.errors import InputError
 
 PACKAGE = "analyses.figures"
-NOT_ANALYSES = ("style",)
+NOT_ANALYSES = ("style", "receptive_field_controls")
 
 
 @dataclass(frozen=True)

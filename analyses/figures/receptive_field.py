@@ -1,4 +1,5 @@
-"""The receptive-field figure: a column a checkpoint; loss on key tokens, needle retrieval, and what each layer felt.
+"""The receptive-field figure: a column a checkpoint; loss on key tokens, needle retrieval, and what each layer felt;
+below, where the file has them, the controls: repeated n-grams by gap, and lengths.
 
 With one window the first two rows compare none, full -> w and efficient -> w; with several they are curves over w.
 """
@@ -14,6 +15,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from analyses.figures import receptive_field_controls as controls
 from analyses.figures.style import Look, looks
 from analyses.result import Dataset, Result
 
@@ -25,12 +27,19 @@ ROWS = (
     ("log_long_ppl", "log(LongPPL), nats\n(loss on key tokens)"),
     ("niah", "needles found\n(all digits right)"),
 )
+CONTROLS = {
+    "repeats": "second occurrences of\nrare n-grams: loss, nats",
+    "log_long_ppl": "log(LongPPL), nats\n(behind other texts)",
+    "niah": "needles found\n(longer prompts)",
+}
 
 
 def draw(results: Sequence[Result]) -> Figure:
     """One column for every checkpoint of all files, in their order."""
     columns = [(name, result) for result in results for name in result.groups if name and "/" not in name]
-    figure, axes = plt.subplots(3, len(columns), figsize=(1.2 + 2.9 * len(columns), 7.6), squeeze=False, sharey="row")
+    more = controls.rows_of(columns)
+    size = (1.2 + 2.9 * len(columns), 7.6 + 2.3 * len(more))
+    figure, axes = plt.subplots(3 + len(more), len(columns), figsize=size, squeeze=False, sharey="row")
     for column, (name, result) in enumerate(columns):
         summary, layers = result.groups[name], result.groups[f"{name}/layers"]
         sinks = _sinks(summary)
@@ -40,13 +49,28 @@ def draw(results: Sequence[Result]) -> Figure:
             draw_panel = _categories if len(windows) == 1 else _curves
             draw_panel(axes[row, column], summary, variable, windows)
         _effects(axes[2, column], layers, windows)
+        _controls(axes[3:, column], more, name, result, windows)
     for row, (_, label) in enumerate(ROWS):
         axes[row, 0].set_ylabel(label)
     axes[1, 0].set_ylim(-0.04, 1.1)
     axes[2, 0].set_ylim(bottom=-0.05)  # only now: it would fix the upper end to the columns drawn so far
     axes[2, 0].set_ylabel("change of a mixer's output\n‖o − o_w‖ / ‖o‖")
+    for row, part in enumerate(more, start=3):
+        axes[row, 0].set_ylabel(CONTROLS[part])
     _legend_and_title(figure, axes, columns)
     return figure
+
+
+def _controls(axes: np.ndarray, parts: Sequence[str], name: str, result: Result, windows: list[int]) -> None:
+    """The rows below, at the one window or the one nearest 512."""
+    summary, window = result.groups[name], _shown_window(windows)
+    shown = {label: _index(summary, group, window) for group, label in NAMES.items()}
+    for axis, part in zip(axes, parts, strict=True):
+        if part == "repeats":
+            controls.repeats(axis, result, name, shown, LOOKS)
+            controls.mark_window(axis, window)
+        else:
+            controls.lengths(axis, result, name, part, shown, LOOKS)
 
 
 def _kinds(layers: Dataset) -> str:
@@ -152,7 +176,7 @@ def _legend_and_title(figure: Figure, axes: np.ndarray, columns: Sequence[tuple[
     lines = (
         "What is lost when a group of layers sees only its last w tokens",
         f"95 % bootstrap intervals over {_counts(columns, 'n_documents')} documents (top) and "
-        f"{_counts(columns, 'n_prompts')} needle prompts (middle); bottom: mean and range over documents",
+        f"{_counts(columns, 'n_prompts')} needle prompts (second row); changes of output: mean and range",
     )
     wrapped = [part for line in lines for part in textwrap.wrap(line, int(LETTERS_PER_INCH * width))]
     figure.suptitle("\n".join(wrapped), fontsize=10)

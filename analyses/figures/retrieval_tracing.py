@@ -19,7 +19,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from analyses.figures.style import COLOURS, Look, looks
+from analyses.figures import retrieval_heads
+from analyses.figures.retrieval_heads import MARKS, ablations, named
+from analyses.figures.style import Look, looks
 from analyses.result import Dataset, Result
 
 PANELS = {
@@ -33,18 +35,15 @@ ROLES: dict[str, Any] = {
     "best head of each checkpoint": "--",
     "other heads of those layers, or share of digits": ":",
 }
-NONE, SINGLE, TOP, RANDOM = "none", "single", "top", "random"
-MARKS: dict[str, dict[str, Any]] = {
-    "full": {"marker": "s", "markerfacecolor": COLOURS[0], "markeredgecolor": "black"},
-    "swa": {"marker": "o", "markerfacecolor": "white", "markeredgecolor": "black"},
-    "recurrent": {"marker": "D", "markerfacecolor": COLOURS[4], "markeredgecolor": "black"},
-}
 CURVE_HEIGHT, RUN_HEIGHT, LETTERS_PER_INCH = 3.0, 3.6, 12
 
 
 def draw(results: Sequence[Result]) -> Figure:
-    """Curves of all runs of all files in one row, then a row for every run."""
-    rows = _named(results)
+    """Curves of all runs of all files in one row, then a row for every run; without curves if no run has a second
+    checkpoint."""
+    rows = named(results)
+    if all(len(result.groups[name]["tokens"]) == 1 for result, name in rows.values()):
+        return retrieval_heads.draw(rows)
     figure = plt.figure(figsize=(13.5, 1.6 + CURVE_HEIGHT + RUN_HEIGHT * len(rows)))
     heights = [CURVE_HEIGHT, *[RUN_HEIGHT] * len(rows)]
     grid = figure.add_gridspec(1 + len(rows), 4, height_ratios=heights)
@@ -55,19 +54,9 @@ def draw(results: Sequence[Result]) -> Figure:
         axis.set_title(title)
     for index, (label, (result, name)) in enumerate(rows.items(), 1):
         _masses(figure.add_subplot(grid[index, :2]), result, name, label)
-        _ablations(figure.add_subplot(grid[index, 2:]), result, name, label)
+        ablations(figure.add_subplot(grid[index, 2:]), result, name, label)
     _legend_and_title(figure, rows, series)
     return figure
-
-
-def _named(results: Sequence[Result]) -> dict[str, tuple[Result, str]]:
-    """{label: (result, run)}; runs of one name in several files are numbered."""
-    found: dict[str, tuple[Result, str]] = {}
-    for number, result in enumerate(results, 1):
-        for name in result.groups:
-            if name and "/" not in name:
-                found[name if name not in found else f"{name} ({number})"] = (result, name)
-    return found
 
 
 def _curves(
@@ -141,40 +130,6 @@ def _masses(axis: Axes, result: Result, name: str, label: str) -> None:
 
 def _remark(group: Dataset) -> str:
     return f" ({group['status']})" if str(group["status"]) else ""
-
-
-def _ablations(axis: Axes, result: Result, name: str, label: str) -> None:
-    """Accuracy that remains: each head at its layer, then the top two and the random pairs."""
-    group, heads = result.groups.get(f"{name}/ablation"), result.groups[f"{name}/heads"]
-    if group is None:
-        axis.axis("off")
-        axis.text(0.5, 0.5, "no ablation", ha="center", transform=axis.transAxes)
-        return
-    n_layers = len(heads["kind"])
-    accuracy, interval = group["accuracy"], group["accuracy"][0] + group["accuracy_change_interval"]
-    for i in np.flatnonzero(group["kind"] == SINGLE):
-        layer, head = group["heads"][i, 0]
-        kind, n_heads = heads["kind"][layer, head], np.count_nonzero(heads["kind"][layer] != "")
-        place = layer + (head - (n_heads - 1) / 2) * 0.8 / n_heads
-        axis.plot([place, place], np.clip(interval[i], 0, 1), color="black", linewidth=0.8, zorder=2)
-        followed = heads["rank"][layer, head] > 0
-        axis.plot(place, accuracy[i], linestyle="none", zorder=3, **MARKS.get(kind, MARKS["recurrent"]))
-        if followed:
-            axis.plot(place, 1.09, marker="v", color="black", markersize=4, clip_on=False)
-    for kind, place, marker in ((TOP, n_layers + 0.3, "*"), (RANDOM, n_layers + 1.3, "x")):
-        which = np.flatnonzero(group["kind"] == kind)
-        spread = np.linspace(-0.3, 0.3, len(which)) if len(which) > 1 else np.zeros(len(which))
-        for i, shift in zip(which, spread, strict=True):
-            axis.plot([place + shift] * 2, np.clip(interval[i], 0, 1), color="black", linewidth=0.8)
-        axis.plot(place + spread, accuracy[which], linestyle="none", marker=marker, color=COLOURS[3], markersize=8)
-    axis.axhline(accuracy[0], color="black", linewidth=0.8, linestyle="--")
-    step = max(1, n_layers // 16)
-    ticks = [*range(0, n_layers, step), n_layers + 0.3, n_layers + 1.3]
-    axis.set_xticks(ticks, [*map(str, range(0, n_layers, step)), "top 2", "random\npairs"])
-    axis.set(xlabel="layer of the ablated head", ylabel="accuracy that remains", ylim=(-0.05, 1.12))
-    axis.set_xlim(-0.7, n_layers + 1.9)
-    axis.grid(axis="x", visible=False)
-    axis.set_title(f"{label}: heads mean-ablated at the end; ▾ followed, dashed: none")
 
 
 def _tokens(value: float) -> str:

@@ -24,13 +24,28 @@ def key_positions(offsets: Sequence[tuple[int, int]], key_tokens: KeyTokens, tex
     to lie inside: tokenizers disagree on whether the offsets of " word" include its space. A token of whitespace
     alone is taken as it is, a token of no characters (offsets (s, s)) is never a key token.
     """
+    return _inside(offsets, key_tokens, text)[0]
+
+
+def first_positions(offsets: Sequence[tuple[int, int]], key_tokens: KeyTokens, text: str) -> np.ndarray:
+    """Of the tokens of key_positions, the first inside each key interval.
+
+    The later tokens of an interval can often be told from its first (the rest of a name): only the first has to come
+    from far back. Their number is that of the intervals which hold a token of the evaluated model.
+    """
+    positions, which = _inside(offsets, key_tokens, text)
+    return positions[np.unique(which, return_index=True)[1]]
+
+
+def _inside(offsets: Sequence[tuple[int, int]], key_tokens: KeyTokens, text: str) -> tuple[np.ndarray, np.ndarray]:
+    """Indices of the tokens inside key intervals, and which interval each lies in."""
     starts, ends = _trimmed(offsets, text)
     intervals = np.asarray(key_tokens.intervals, dtype=np.int64).reshape(-1, 2)
     if not len(intervals) or not len(starts):
-        return np.zeros(0, dtype=np.int64)
+        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
     which = np.searchsorted(intervals[:, 0], starts, side="right") - 1
-    inside = (which >= 0) & (ends > starts) & (ends <= intervals[which, 1])
-    return np.flatnonzero(inside)
+    inside = np.flatnonzero((which >= 0) & (ends > starts) & (ends <= intervals[which, 1]))
+    return inside, which[inside]
 
 
 def matched_tokens(
@@ -42,6 +57,7 @@ def matched_tokens(
     counts: Mapping[int, int] | None = None,
     caliper_log_p: float = 0.5,
     caliper_log_count: float = 1.5,
+    position_scale: float | None = None,
 ) -> MatchedTokens:
     """One non-key token for every key token of the evaluated model, without replacement, deterministic.
 
@@ -51,28 +67,42 @@ def matched_tokens(
     default: within this text), lies beyond the short context too, and touches no key interval. The evaluator's log p
     of a token is that of the evaluator token which holds its first character that is no space. The assignment pairs
     as many key tokens as possible at the least summed squared distance in calipers; ties go to the nearest pair.
+
+    Key tokens lie late in a text, and a window takes more from late tokens: `position_scale` tokens between partners
+    cost as much as a whole caliper (no bound, so nobody loses the only partner); None leaves position alone.
     """
-    if caliper_log_p <= 0 or caliper_log_count <= 0:
-        raise ValueError(
-            f"matched_tokens: calipers are {caliper_log_p} and {caliper_log_count}; expected positive ones"
-        )
-    log_p, free = _evaluator_view(offsets, key_tokens, text)
+    _check_calipers(caliper_log_p, caliper_log_count, position_scale)
+    log_p, free = evaluator_view(offsets, key_tokens, text)
     keys = key_positions(offsets, key_tokens, text)
     keys = keys[np.isfinite(log_p[keys])]
     free[keys] = False
     candidates = np.flatnonzero(free)
     if not len(keys) or not len(candidates):
         return MatchedTokens(np.zeros(0, np.int64), np.zeros(0, np.int64), len(keys))
-    log_count = _log_counts(ids, counts)
+    log_count = log_counts(ids, counts)
     far_log_p = np.abs(log_p[keys][:, None] - log_p[candidates]) / caliper_log_p
     far_count = np.abs(log_count[keys][:, None] - log_count[candidates]) / caliper_log_count
-    allowed = (far_log_p <= 1) & (far_count <= 1)
-    # Allowed pairs cost at most 2 and a little; a forbidden one costs more than all allowed ones together could save.
-    nearness = np.abs(keys[:, None] - candidates) * (1e-6 / len(ids))
-    cost = np.where(allowed, far_log_p**2 + far_count**2 + nearness, 3.0 * (len(keys) + 1))
-    rows, columns = linear_sum_assignment(cost)
+    apart = np.abs(keys[:, None] - candidates)
+    far = 0.0 if position_scale is None else (apart / position_scale) ** 2
+    cost = far_log_p**2 + far_count**2 + far + apart * (1e-6 / len(ids))
+    rows, columns = _cheapest(cost, allowed=(far_log_p <= 1) & (far_count <= 1))
+    return MatchedTokens(keys[rows], candidates[columns], len(keys) - len(rows))
+
+
+def _check_calipers(log_p: float, log_count: float, position_scale: float | None) -> None:
+    if log_p <= 0 or log_count <= 0 or (position_scale is not None and position_scale <= 0):
+        raise ValueError(
+            f"matched_tokens: calipers are {log_p} and {log_count}, position_scale is {position_scale}; expected "
+            "positive ones"
+        )
+
+
+def _cheapest(cost: np.ndarray, allowed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """As many allowed pairs (row, column) as possible, each row and column once, at the least summed cost."""
+    forbidden = (1.0 + cost[allowed].max(initial=0.0)) * (len(cost) + 1)  # more than all allowed ones could save
+    rows, columns = linear_sum_assignment(np.where(allowed, cost, forbidden))
     kept = allowed[rows, columns]
-    return MatchedTokens(keys[rows[kept]], candidates[columns[kept]], len(keys) - int(kept.sum()))
+    return rows[kept], columns[kept]
 
 
 def _trimmed(offsets: Sequence[tuple[int, int]], text: str) -> tuple[np.ndarray, np.ndarray]:
@@ -87,7 +117,7 @@ def _trimmed(offsets: Sequence[tuple[int, int]], text: str) -> tuple[np.ndarray,
     return np.asarray(starts, dtype=np.int64), np.asarray(ends, dtype=np.int64)
 
 
-def _evaluator_view(
+def evaluator_view(
     offsets: Sequence[tuple[int, int]], key_tokens: KeyTokens, text: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """Per token: the evaluator's long-context log p of its first character, and whether it may be a partner."""
@@ -106,7 +136,8 @@ def _evaluator_view(
     return log_p, free
 
 
-def _log_counts(ids: Sequence[int], counts: Mapping[int, int] | None) -> np.ndarray:
+def log_counts(ids: Sequence[int], counts: Mapping[int, int] | None) -> np.ndarray:
+    """Per token the log of its count: within these ids, or, with `counts` per token id, of 1 + its count there."""
     if counts is None:
         _, inverse, number = np.unique(np.asarray(ids), return_inverse=True, return_counts=True)
         return np.log(number[inverse])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import string
 from pathlib import Path
 
@@ -18,6 +19,9 @@ from probes import long_ppl
 
 CHARACTERS = string.printable[:96]  # digits, letters, punctuation, space, then line break
 SHORT = 24  # the short context of the made-up evaluator
+V = 96
+CUR, PREV, OUT, CONST = range(0, V), range(V, 2 * V), range(2 * V, 3 * V), 3 * V  # of the planted model's stream
+D, SHARP, GAIN = 3 * V + 1, 80.0, 1.2
 
 
 class Tiny:
@@ -77,6 +81,64 @@ class Tiny:
             (folder / "texts" / f"{name}.txt").write_text(text)
             long_ppl.save_key_tokens(Tiny.key_tokens(text, key[name]), folder / "keys" / f"{name}.json")
         return ["--texts", str(folder / "texts"), "--key-tokens", str(folder / "keys")]
+
+    @staticmethod
+    def planted(*kinds: str) -> HybridLM:
+        """Layer 0 is sliding: the previous token; layer 2 copies; layers 1 and 3 put out nothing.
+
+        Every token carries its own identity, that of the token before it and, from the copy layer, a histogram of what
+        followed earlier occurrences of it: losses_by_hand says every loss in closed form.
+        """
+        model = Tiny.model(
+            *kinds, d_model=D, n_heads=1, d_head=V, d_ffn=3, context_length=160, window=2, rope_on_full=False,
+            lightning_slopes="transnormer", rms_eps=1e-9,
+        )  # fmt: skip
+        for name, parameter in model.named_parameters():
+            parameter.fill_(1.0 if "ln" in name or name.endswith("norm.weight") else 0.0)
+        one = torch.eye(V)
+        model.embed.weight[:, CUR], model.embed.weight[:, CONST] = one, 1.0
+        model.unembed.weight[:, OUT] = GAIN * one
+        previous, copy = model.blocks[0].attn, model.blocks[2].attn
+        unit = math.sqrt(2 / D)  # undoes the norm of an input with two ones
+        amplitude = math.sqrt(SHARP / (1 - math.cos(1)) * math.sqrt(V)) * unit
+        previous.q_proj.weight[0, CONST] = amplitude  # turned by the position: most alike one token back
+        previous.k_proj.weight[0, CONST] = amplitude * math.cos(1)
+        previous.k_proj.weight[V // 2, CONST] = amplitude * math.sin(1)
+        previous.v_proj.weight[:, CUR], previous.o_proj.weight[PREV, :] = unit * one, one
+        unit = math.sqrt(3 / D)
+        sharp = (math.sqrt(SHARP * math.sqrt(V)) if copy.kind == "full" else 30.0) * unit
+        copy.q_proj.weight[:, CUR], copy.k_proj.weight[:, PREV] = sharp * one, sharp * one
+        if copy.kind == "full":
+            copy.v_proj.weight[:, CUR], copy.o_proj.weight[OUT, :] = unit * one, one
+        else:  # silu(30) = 30 in fp32, silu(0) = 0; the gate is sigmoid(0); the norm has length sqrt(V)
+            copy.v_proj.weight[:, CUR], copy.o_proj.weight[OUT, :] = 30 * unit * one, 2 / math.sqrt(V) * one
+        return model
+
+    @staticmethod
+    def copied_by_hand(ids: list[int], window: int | None, kind: str, previous: bool = True) -> list[np.ndarray]:
+        """What the copy layer of `planted` puts out at positions 0..T-2, seeing `window` tokens (None: all)."""
+        before = [ids[max(0, t - 1)] if previous else ids[t] for t in range(len(ids))]
+        found = []
+        for t in range(len(ids) - 1):
+            seen = range(0 if window is None else max(0, t - window + 1), t + 1)
+            hits = [ids[s] for s in seen if before[s] == ids[t]]
+            copied = np.zeros(V)
+            for token in hits or [ids[s] for s in seen if kind == "full"]:  # softmax without a match is a plain mean
+                copied[token] += 1
+            if copied.any():
+                copied /= copied.sum() if kind == "full" else math.sqrt(copied @ copied)
+            found.append(copied)
+        return found
+
+    @staticmethod
+    def losses_by_hand(ids, window, kind, previous=True, copied=None) -> np.ndarray:
+        """float64 losses of ids[1:], with what the copy layer puts out, or with `copied` in its place."""
+        losses = []
+        for t, found in enumerate(Tiny.copied_by_hand(ids, window, kind, previous)):
+            out = found if copied is None else copied
+            logits = GAIN * out / math.sqrt((3 + out @ out) / D)
+            losses.append(math.log(np.exp(logits).sum()) - logits[ids[t + 1]])
+        return np.array(losses)
 
     @staticmethod
     def recall_text(seed: int, filler: int = 60) -> tuple[str, list[int]]:

@@ -13,6 +13,7 @@ LABELS = {
     Condition("layer", window=16, layer=0): "layer 0 -> 16",
     Condition("full", reach=2048): "full reach 2048",
     Condition("floor", window=64): "last 64 only",
+    Condition("efficient", ablated=True): "efficient -> mean",
 }
 
 
@@ -28,9 +29,10 @@ def test_a_group_without_paths_and_sinks_of_a_state_do_not_apply(tiny):
     assert Condition("efficient", window=3, sinks=4).not_applicable(gdn) == "a recurrent state has no sinks"
     assert Condition("layer", window=3, sinks=4, layer=0).not_applicable(gdn)
     assert Condition("layer", window=3, layer=2).not_applicable(gdn)
+    assert Condition("efficient", reach=3).not_applicable(gdn) == "its convolutions alone reach 4 tokens"
     for condition in (
         Condition("none"), Condition("floor", window=3), Condition("full", window=3, sinks=4),
-        Condition("efficient", window=3), Condition("efficient", reach=3),
+        Condition("efficient", window=3), Condition("efficient", reach=4), Condition("efficient", ablated=True),
         Condition("layer", window=3, sinks=1, layer=1),
     ):  # fmt: skip
         assert condition.not_applicable(gdn) == "", condition

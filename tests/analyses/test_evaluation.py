@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from analyses import evaluation
+from analyses import background, evaluation
 from models.errors import InputError
 from probes import long_ppl
 
@@ -67,15 +67,19 @@ def test_encoding_keeps_the_evaluated_span_and_finds_keys_and_matches(tiny, tmp_
     (tmp_path / "texts" / "one.txt").write_text(text + "0123")
     (document,) = evaluation.documents(tmp_path / "texts", tmp_path / "keys", None)
     tokenizer = tiny.tokenizer()
-    encoded = evaluation.encode(document, tokenizer)
+    around = background.in_tokens({"one": text}, tokenizer, evaluation.NGRAM)
+    encoded = evaluation.encode(document, tokenizer, around)
     assert encoded.name == "one"
     assert encoded.ids.tolist() == tokenizer.encode(text)
     assert encoded.key.tolist() == [30, 41], "nothing predicts the first token"
     ids, offsets = tokenizer.encode_with_offsets(text)
-    expected = long_ppl.matched_tokens(ids, offsets, document.key_tokens, text).matched
-    np.testing.assert_array_equal(encoded.matched, expected)
-    assert len(expected) == 2
-    assert (expected > tiny.short).all()
+    expected = long_ppl.matched_tokens(
+        ids, offsets, document.key_tokens, text, counts=around.token_counts, position_scale=60 / 8
+    )
+    np.testing.assert_array_equal(encoded.matched, expected.matched)
+    np.testing.assert_array_equal(encoded.paired, expected.key)
+    assert len(expected.matched) == 2
+    assert (expected.matched > tiny.short).all()
 
 
 def test_the_hash_covers_all_that_decides_a_score(tiny):

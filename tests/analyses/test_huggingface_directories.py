@@ -81,6 +81,8 @@ def test_receptive_fields_of_a_hugging_face_hybrid(folder, tiny, tmp_path, capsy
         effect = file["hybrid/layers/effect"][0, :, :, 0]  # group x layer, on each layer's own input
         assert np.isfinite(effect).tolist() == [[False, False, False, True], [True, True, True, False]]
         assert (effect[np.isfinite(effect)] > 1e-3).all()
+        for part in ("documents", "prompts"):  # longer than the documents is not longer than in training
+            assert file[f"hybrid/{part}/extrapolation"][:].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(

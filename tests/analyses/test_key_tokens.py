@@ -114,9 +114,10 @@ def test_bad_input_is_one_line_and_exit_code_2(folder, capsys, fault):
 # The embedded evaluation
 
 
-def test_embedded_key_tokens_are_enough_and_belong_to_the_texts():
-    texts, found = data.texts(), data.key_tokens()
-    assert len(found) >= 16
+@pytest.mark.parametrize(("domain", "least_texts", "least_keys"), [("code", 16, 3), ("documentation", 12, 16)])
+def test_embedded_key_tokens_are_enough_and_belong_to_the_texts(domain, least_texts, least_keys):
+    texts, found = data.texts(domain), data.key_tokens(domain=domain)
+    assert len(found) >= least_texts
     assert set(found) <= set(texts)
     assert sum(document.n_key for document in found.values()) >= 400
     for name, document in found.items():
@@ -124,17 +125,24 @@ def test_embedded_key_tokens_are_enough_and_belong_to_the_texts():
         assert hashlib.sha256(span.encode()).hexdigest() == document.text_sha256, name
         assert (document.n_tokens, document.context, document.stride) == (3072, 384, 96), name
         assert (document.alpha, document.beta) == (2.0, -2.0), name
-        assert document.n_key >= 3, name
+        assert document.n_key >= least_keys, name
         assert (np.flatnonzero(document.is_key) >= 384).all(), name
 
 
-def test_embedded_texts_are_those_of_the_notice():
-    notice = (data.FOLDER / "NOTICE").read_text()
-    files = sorted((data.FOLDER / "texts").glob("*.txt"))
-    assert [file.stem for file in files] == list(data.texts())
+@pytest.mark.parametrize("domain", data.FOLDERS)
+def test_embedded_texts_are_those_of_the_notice(domain):
+    notice = (data.FOLDERS[domain] / "NOTICE").read_text()
+    files = sorted((data.FOLDERS[domain] / "texts").glob("*.txt"))
+    assert [file.stem for file in files] == list(data.texts(domain))
     for file in files:
         assert f"{hashlib.sha256(file.read_bytes()).hexdigest()}  texts/{file.name}" in notice
     assert notice.count("  texts/") == len(files)
+
+
+def test_the_domains_share_no_text():
+    assert not set(data.texts("code").values()) & set(data.texts("documentation").values())
+    with pytest.raises(ValueError, match="domain is 'poetry'; expected code or documentation"):
+        data.texts("poetry")
 
 
 @pytest.mark.skipif(platform.python_version() != "3.11.7", reason="the texts are those of CPython 3.11.7")

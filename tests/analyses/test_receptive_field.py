@@ -11,63 +11,15 @@ import math
 
 import numpy as np
 import pytest
-import torch
 
-from analyses import receptive_field
+from analyses import background, receptive_field
 from analyses.conditions import Condition
 from analyses.receptive_field import Config
-from analyses.receptive_field_summary import NOT_RUN, table
+from analyses.receptive_field_summary import NOT_RUN
+from analyses.receptive_field_table import table
 from probes import long_ppl
 
-V = 96
-CUR, PREV, OUT, CONST = range(0, V), range(V, 2 * V), range(2 * V, 3 * V), 3 * V
-D, CONTEXT, SHARP, GAIN, PROMPT = 3 * V + 1, 160, 80.0, 1.2, 340
-
-
-def planted(tiny, *kinds):
-    """Layer 0 is sliding: the previous token; layer 2 copies; layers 1 and 3 put out nothing."""
-    model = tiny.model(
-        *kinds, d_model=D, n_heads=1, d_head=V, d_ffn=3, context_length=CONTEXT, window=2, rope_on_full=False,
-        lightning_slopes="transnormer", rms_eps=1e-9,
-    )  # fmt: skip
-    for name, parameter in model.named_parameters():
-        parameter.fill_(1.0 if "ln" in name or name.endswith("norm.weight") else 0.0)
-    one = torch.eye(V)
-    model.embed.weight[:, CUR], model.embed.weight[:, CONST] = one, 1.0
-    model.unembed.weight[:, OUT] = GAIN * one
-    previous, copy = model.blocks[0].attn, model.blocks[2].attn
-    unit = math.sqrt(2 / D)  # undoes the norm of an input with two ones
-    amplitude = math.sqrt(SHARP / (1 - math.cos(1)) * math.sqrt(V)) * unit
-    previous.q_proj.weight[0, CONST] = amplitude  # turned by the position: most alike one token back
-    previous.k_proj.weight[0, CONST], previous.k_proj.weight[V // 2, CONST] = (
-        amplitude * math.cos(1), amplitude * math.sin(1),
-    )  # fmt: skip
-    previous.v_proj.weight[:, CUR], previous.o_proj.weight[PREV, :] = unit * one, one
-    unit = math.sqrt(3 / D)
-    sharp = (math.sqrt(SHARP * math.sqrt(V)) if copy.kind == "full" else 30.0) * unit
-    copy.q_proj.weight[:, CUR], copy.k_proj.weight[:, PREV] = sharp * one, sharp * one
-    if copy.kind == "full":
-        copy.v_proj.weight[:, CUR], copy.o_proj.weight[OUT, :] = unit * one, one
-    else:  # silu(30) = 30 in fp32, silu(0) = 0; the gate is sigmoid(0); the norm has length sqrt(V)
-        copy.v_proj.weight[:, CUR], copy.o_proj.weight[OUT, :] = 30 * unit * one, 2 / math.sqrt(V) * one
-    return model
-
-
-def losses_by_hand(ids, window, kind, previous=True):
-    """float64 losses of ids[1:], the copy layer seeing `window` tokens (None: all)."""
-    before = [ids[max(0, t - 1)] if previous else ids[t] for t in range(len(ids))]
-    losses = []
-    for t in range(len(ids) - 1):
-        seen = range(0 if window is None else max(0, t - window + 1), t + 1)
-        found = [ids[s] for s in seen if before[s] == ids[t]]
-        copied = np.zeros(V)
-        for token in found or [ids[s] for s in seen if kind == "full"]:  # softmax without a match is a plain mean
-            copied[token] += 1
-        if copied.any():
-            copied /= copied.sum() if kind == "full" else math.sqrt(copied @ copied)
-        logits = GAIN * copied / math.sqrt((3 + copied @ copied) / D)
-        losses.append(math.log(np.exp(logits).sum()) - logits[ids[t + 1]])
-    return np.array(losses)
+V, CONTEXT, PROMPT = 96, 160, 340
 
 
 def key_loss(tiny, texts, key, window, kind, previous=True, floor=None):
@@ -76,7 +28,7 @@ def key_loss(tiny, texts, key, window, kind, previous=True, floor=None):
         ids = tiny.tokenizer().encode(text)
         for position in key[name]:
             part = ids[: position + 1] if floor is None else ids[max(0, position - floor) : position + 1]
-            total += losses_by_hand(part, window, kind, previous)[-1]
+            total += tiny.losses_by_hand(part, window, kind, previous)[-1]
             count += 1
     return total / count
 
@@ -86,8 +38,8 @@ def studies(tiny, tmp_path_factory):
     """Both planted models in one grid of windows 2 and 16."""
     folder = tmp_path_factory.mktemp("planted")
     texts, key, _ = tiny.recall_folder(folder)
-    tiny.save(planted(tiny, "swa", "full", "full", "swa"), folder / "ckpt" / "through-full")
-    tiny.save(planted(tiny, "swa", "full", "lightning", "full"), folder / "ckpt" / "through-state")
+    tiny.save(tiny.planted("swa", "full", "full", "swa"), folder / "ckpt" / "through-full")
+    tiny.save(tiny.planted("swa", "full", "lightning", "full"), folder / "ckpt" / "through-state")
     config = Config(
         paths=(folder / "ckpt",), out=folder / "r.h5", windows=(2, 16), grid=True, prompts=2, prompt_length=PROMPT,
         haystack="noise", texts=folder / "texts", key_tokens=folder / "keys",
@@ -106,7 +58,7 @@ def test_losses_are_those_computed_by_hand(studies, tiny):
     for name, kind in (("through-full", "full"), ("through-state", "state")):
         group, documents = result.groups[name], result.groups[f"{name}/documents"]
         ids = [tiny.tokenizer().encode(text) for text in texts.values()]
-        every = [losses_by_hand(one, None, kind).mean() for one in ids]
+        every = [tiny.losses_by_hand(one, None, kind).mean() for one in ids]
         np.testing.assert_allclose(documents["loss"][0], every, atol=3e-5)
         assert documents["n_key"].tolist() == [8, 6, 4]
         assert abs(group["log_long_ppl"][0] - key_loss(tiny, texts, key, None, kind)) < 3e-5
@@ -138,16 +90,21 @@ def test_damage_on_matched_tokens_is_that_computed_by_hand_and_smaller(studies, 
     """Matched tokens lie in the filler, where short copies do as well: documents weigh by their matched tokens."""
     result, texts, key = studies
     group, documents = result.groups["through-full"], result.groups["through-full/documents"]
-    changes = []
+    changes, excess = [], []
+    counts = background.in_tokens(texts, tiny.tokenizer(), 4).token_counts
     for name, text in texts.items():
         ids, offsets = tiny.tokenizer().encode_with_offsets(text)
-        matched = long_ppl.matched_tokens(ids, offsets, tiny.key_tokens(text, key[name]), text).matched
-        assert not set(matched) & set(key[name])
-        losses = [losses_by_hand(ids, window, "full") for window in (16, None)]
-        changes.append((losses[0] - losses[1])[matched - 1])
+        pairs = long_ppl.matched_tokens(
+            ids, offsets, tiny.key_tokens(text, key[name]), text, counts=counts, position_scale=len(text) / 8
+        )
+        assert not set(pairs.matched) & set(key[name])
+        losses = [tiny.losses_by_hand(ids, window, "full") for window in (16, None)]
+        changes.append((losses[0] - losses[1])[pairs.matched - 1])
+        excess.append((losses[0] - losses[1])[pairs.key - 1] - changes[-1])
     row = list(group["condition"]).index("full -> 16")
-    assert documents["n_matched"].tolist() == [len(change) for change in changes]
+    assert documents["n_matched"].tolist() == [len(change) for change in changes] == documents["n_pairs"].tolist()
     assert abs(group["matched_loss_harm"][row] - np.concatenate(changes).mean()) < 5e-5
+    assert abs(group["excess_harm"][row] - np.concatenate(excess).mean()) < 5e-5
     assert group["matched_loss_harm"][row] < 1.5 < 3.5 < group["log_long_ppl_harm"][row]
 
 
@@ -193,8 +150,9 @@ def test_reach_and_sinks_are_described(studies):
 def test_the_table_is_aligned_and_complete(studies):
     result = studies[0]
     blocks = table(result).split("\n\n")
-    assert [block.split()[0] for block in blocks] == ["through-full", "through-state", "Losses"]
-    for block, name in zip(blocks, ("through-full", "through-state"), strict=False):
+    names = ["through-full", "through-state", "through-full:", "through-state:", "Controls:", "Losses"]
+    assert [block.split()[0] for block in blocks] == names
+    for block, name in zip(blocks[:2], ("through-full", "through-state"), strict=True):
         head, beyond, columns, *rows = block.splitlines()
         assert head == f"{name}   n = 18 key tokens in 3 documents, 2 needle prompts of {PROMPT} tokens"
         assert beyond == "extrapolation: 2 prompts longer than the training length"
@@ -226,6 +184,10 @@ def test_an_untrained_model_shows_nothing_and_narrow_windows_change_not_one_bit(
         assert low <= 0 <= high
         assert high - low < 0.01
     assert abs(untrained["log_long_ppl"] - math.log(V)).max() < 0.02
+    assert (
+        set(untrained["log_long_ppl_harm_verdict"][1:]) == {"equivalent"} == set(untrained["excess_harm_verdict"][1:])
+    )
+    assert narrow["log_long_ppl_harm_verdict"].tolist() == ["", "", "", "equivalent", "equivalent"]
     assert (untrained["niah"] == 0).all()
     assert (untrained["vacuous"][1:] == 0).all(), "nothing was lost, although something moved"
     for row, label in enumerate(narrow["condition"]):

@@ -65,6 +65,12 @@ BAD = [
     (["@ckpt", "--device", "meta"], r"--device is 'meta'"),
     (["@ckpt", "--device", "cuda:99"], r"--device is 'cuda:99', but \d+ GPUs are visible"),
     (["@ckpt", "--window", "16"], r"--window"),
+    (["@ckpt", "--lengths", "0"], r"--lengths has 0; expected multiples of the training length: 1 or more"),
+    (["@ckpt", "--lengths", "9"], r"--lengths: the 2 texts beside 'text0' have \d+ tokens, 512 have to stand in front"),
+    (["@ckpt", "--margin", "0"], r"--margin is 0\.0; expected nats, more than 0"),
+    (["@ckpt", "--domain", "poetry"], r"--domain is 'poetry'; expected code or documentation"),
+    (["@ckpt", "--ablate", "--calibration", "@texts"], r"--calibration: 'text0' is measured too"),
+    (["@ckpt", "--ablate", "--calibration", "@nowhere"], r"nowhere: no such file or folder"),
     (["@ckpt", "--documents", "many"], r"many"),
 ]
 

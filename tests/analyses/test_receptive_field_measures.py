@@ -74,6 +74,10 @@ def test_losses_are_those_of_the_probe(plan, condition):
         assert abs(found["key_loss"] - expected.key_losses.sum()) < 1e-9
         assert abs(found["loss"] - expected.log_ppl) < 1e-9
         assert abs(found["matched_loss"] - expected.losses[encoded.matched].mean()) < 1e-9
+        for name in ("first", "paired"):
+            summed = found[{"first": "first_loss", "paired": "paired_key_loss"}[name]]
+            assert abs(summed - expected.losses[getattr(encoded, name)].sum()) < 1e-9
+        assert abs(found["paired_matched_loss"] - expected.losses[encoded.matched].sum()) < 1e-9
         losses = expected.losses
         for bucket in range(measures.BUCKETS):
             inside = [losses[t] for t in range(1, len(losses)) if t // (CONTEXT // measures.BUCKETS) == bucket]

@@ -72,6 +72,9 @@ def test_means_are_those_of_all_tokens_and_replace_the_head(model, ids):
     other = torch.randint(VOCAB, (2, 9))
     means = hooks.head_means(model, [ids, other])
     assert set(means) == {(layer.index, h) for layer in model.layers for h in range(layer.n_heads)}
+    full = hooks.head_means(model, [ids, other], "full")
+    assert set(full) == {*((1, h) for h in range(4)), (4, 0), (4, 1)}, "the full heads of the head-wise layer too"
+    assert all(torch.equal(full[head], means[head]) for head in full)
     _, first = model.run_with_cache(ids, names_filter="blocks.2.attn.hook_z")
     _, second = model.run_with_cache(other, names_filter="blocks.2.attn.hook_z")
     tokens = torch.cat([c["blocks.2.attn.hook_z"].flatten(0, 1) for c in (first, second)])

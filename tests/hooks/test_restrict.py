@@ -198,6 +198,40 @@ def test_reach_is_split_over_the_group():
         assert {layer.mixers[0].restrictions[0].window for layer in model.layers if layer.kind == "full"} == {1}
 
 
+@pytest.mark.parametrize(
+    ("kinds", "layers", "reach", "windows"),
+    [
+        (("full", "full", "full"), "full", 12, [5, 5, 4]),
+        (("gdn", "full", "mamba2"), "efficient", 12, [4, 3]),  # 11 = 2 (c - 1) + 3 + 2
+        (("gdn", "full"), "efficient", 4, [1]),
+        (("swa", "full", "full"), [0, 1, 2], 30, [6, 13, 13]),  # what a window of 6 cannot use goes to the others
+        (("swa", "swa"), "efficient", 30, [6, 6]),  # 11 tokens are all that they can reach
+        (("full", "full", "full"), "full", 2, [2, 1, 1]),
+    ],
+)
+def test_a_reach_is_spent_to_the_last_token(kinds, layers, reach, windows):
+    model = build(*kinds)
+    assert hooks.reach_windows(model, layers, reach) == windows
+    chosen = [0, 1, 2] if isinstance(layers, list) else [
+        i for i, kind in enumerate(kinds) if (kind == "full") == (layers == "full")
+    ]  # fmt: skip
+    extra = sum(CONV - 1 for i in chosen if kinds[i] in ("gdn", "mamba2"))
+    total = 1 + sum(w - 1 for w in windows) + extra
+    assert total == min(reach, hooks.group_reach(model, layers, None) or reach)
+
+
+@pytest.mark.parametrize("kinds", [("full", "full"), ("gdn", "gdn"), ("swa", "full", "mamba2")])
+def test_the_stack_reaches_exactly_the_budget(kinds):
+    model, base = build(*kinds), ids(batch=1)
+    for reach in (15, 22):
+        with torch.no_grad(), hooks.restrict(model, list(range(len(kinds))), reach=reach):
+            expected = model(base)[0, -1]
+            for distance, moves in ((reach - 1, True), (reach, False), (reach + 1, False)):
+                changed = base.clone()
+                changed[0, TIME - 1 - distance] = (changed[0, TIME - 1 - distance] + 1) % VOCAB
+                assert ((model(changed)[0, -1] - expected).abs().max().item() > 0) == moves, (reach, distance)
+
+
 def test_group_reach_counts_convolutions_and_own_windows():
     model = build("swa", "full", "gdn", "mamba2")
     assert hooks.group_reach(model, "efficient", 5) == 1 + (5 - 1) + 2 * (5 + CONV - 2)
@@ -222,6 +256,8 @@ def test_group_reach_counts_convolutions_and_own_windows():
         ("full", {"window": 2.5}, "window is 2.5"),
         ("full", {}, "either window or reach"),
         ("full", {"window": 3, "reach": 3}, "either window or reach"),
+        ("full", {"reach": 0}, "reach is 0"),
+        ("efficient", {"reach": 3}, "reach is 3, but the convolutions of these layers alone reach 4"),
         ("full", {"window": 3, "sinks": -1}, "sinks is -1"),
         ("efficient", {"window": 3, "sinks": 4}, "layers.1 is gdn; a recurrent state has no sink"),
         ([7], {"window": 3}, "layer 7 does not exist.*0 to 1"),

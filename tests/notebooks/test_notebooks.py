@@ -355,3 +355,105 @@ def last_checkpoint(variables):
         else v
         for name, v in variables.items()
     }
+
+
+CAUSAL = sorted((NOTEBOOKS / "results").glob("causal_tracing_*.h5"))
+
+
+def test_causal_tracing_reads_the_stored_files(execute):
+    name = "06_causal_tracing.ipynb"
+    notebook, found = execute(
+        name, "{'names': names, 'verdicts': verdicts.to_dict(), 'movers': movers, 'shown': shown, 'gain': list(gain)}"
+    )
+    stored = [store.read(path) for path in CAUSAL]
+    first = stored[0]
+    assert found["names"][0] == next(iter(first.groups))
+    for label, column in found["verdicts"].items():  # the stored intervals decide
+        if label not in first.groups:
+            continue
+        knocked, patched = first.groups[f"{label}/knockout"], first.groups[f"{label}/patching"]
+        high = knocked["log_p_change_interval"][list(knocked["knockout"]).index("full, answer"), 0, 1]
+        said = column["hiding the value from full attention costs log p"]
+        assert said == ("-" if np.isnan(high) else "yes" if high < 0 else "no")
+        mixer = patched["recovered"][0, :, list(patched["component"]).index("attn_out"), -1]
+        assert found["movers"][label] == np.flatnonzero(np.nan_to_num(mixer) >= 0.05).tolist()
+        assert column["an untrained pair separates"] == ("yes" if first[f"{label}/n_separated_untrained"] else "no")
+    assert found["shown"]
+    assert len(figures(notebook)) == 3
+    conclusions = [printed(code_cells(version)[-1]) for version in (notebook, committed(name))]
+    assert conclusions[0] == conclusions[1], f"{name} is older than its result: run it again and commit it"
+
+
+def test_causal_tracing_reads_a_smaller_study(execute, tmp_path):
+    """One checkpoint, no probes, no states, no pair that separates."""
+    stored = store.read(CAUSAL[0])
+    name = next(iter(stored.groups))
+    groups = {path: group for path, group in stored.groups.items() if path in (name, f"{name}/knockout")}
+    summary = {**groups[name].variables, "n_separated": Variable((), 0, "1", "none")}
+    groups[name] = Dataset(summary, groups[name].coords, "")
+    patched = stored.groups[f"{name}/patching"]
+    variables = {
+        key: Variable(v.dims, np.full_like(v.values, np.nan), v.units, v.description) if "recovered" in key else v
+        for key, v in patched.variables.items()
+    }
+    groups[f"{name}/patching"] = Dataset(variables, patched.coords, "")
+    store.write(tmp_path / "small.h5", Result(groups, stored.attributes))
+    _, found = execute("06_causal_tracing.ipynb", "verdicts.to_dict()", CAUSAL_TRACING_H5=str(tmp_path / "small.h5"))
+    assert list(found) == [name]
+    assert found[name]["one mixer at the last token recovers more than 90 %"] == "-"
+    assert found[name]["the class can be read from a state at the last token"] == "-"
+
+
+OWN = "gemma3_270m_"
+
+
+def test_your_own_hybrid_reads_the_stored_files(execute):
+    name = "05_your_own_hybrid.ipynb"
+    notebook, found = execute(
+        name, "{'name': NAME, 'W': int(W), 'full': FULL, 'verdicts': verdicts.to_dict(), 'leading': leading}"
+    )
+    results = NOTEBOOKS / "results"
+    assert found["full"] == [5, 11, 17]
+    for length, column in found["verdicts"].items():  # the stored intervals decide
+        summary = store.read(results / f"{OWN}receptive_field_{length}.h5").groups[found["name"]]
+        for who, label in (("full 5,11,17", "full"), *((str(layer), f"layer {layer}") for layer in found["full"])):
+            row = list(summary["condition"]).index(f"{label} -> {found['W']}")
+            low, high = summary["log_long_ppl_harm_interval"][row, 0], summary["niah_change_interval"][row, 1]
+            harms, loses = (column[f"{who} -> {found['W']} {what}"] for what in ("harms key tokens", "loses needles"))
+            assert harms == ("n/a" if np.isnan(low) else "yes" if low > 0 else "not shown")
+            assert loses == ("n/a" if np.isnan(high) else "yes" if high < 0 else "not shown")
+    probed = store.read(results / f"{OWN}layerwise_probing.h5")
+    for path, group in probed.groups.items():
+        if "/" in path and not path.endswith("/null"):
+            gain = group["gain"][0, 0]
+            assert found["leading"][f"probe's gain, {path.split('/')[1]}"] == int(np.nanargmax(gain))
+    assert len(figures(notebook)) >= 5
+    conclusions = [printed(code_cells(version)[-1]) for version in (notebook, committed(name))]
+    assert conclusions[0] == conclusions[1], f"{name} is older than its results: run it again and commit it"
+
+
+def test_your_own_hybrid_reads_a_smaller_study(execute, tmp_path):
+    """One length, no layers or groups of the gradient, no untrained twin, no ablations."""
+    results = NOTEBOOKS / "results"
+    (tmp_path / f"{OWN}selfcheck.txt").write_bytes((results / f"{OWN}selfcheck.txt").read_bytes())
+    shortest = results / f"{OWN}receptive_field_1k.h5"
+    traced = min(results.glob(f"{OWN}retrieval_tracing_*.h5"))
+    (tmp_path / shortest.name).write_bytes(shortest.read_bytes())
+    for path, dropped in ((traced, ("ablation",)), (results / f"{OWN}gradient_influence.h5", ("layers", "groups"))):
+        stored = store.read(path)
+        kept = {group: data for group, data in stored.groups.items() if group.split("/")[-1] not in dropped}
+        store.write(tmp_path / path.name, Result(kept, stored.attributes))
+    stored = store.read(results / f"{OWN}layerwise_probing.h5")
+    groups = {}
+    for path, group in stored.groups.items():
+        first = {key: of_first_control(v) for key, v in group.variables.items() if "over_random" not in key}
+        coords = {key: of_first_control(coord) for key, coord in group.coords.items()}
+        groups[path] = Dataset(first, coords, group.description)
+    store.write(tmp_path / f"{OWN}layerwise_probing.h5", Result(groups, stored.attributes))
+    _, found = execute(
+        "05_your_own_hybrid.ipynb",
+        "{'lengths': list(restriction), 'leading': list(leading)}",
+        OWN_HYBRID_RESULTS=str(tmp_path),
+    )
+    assert found["lengths"] == ["1k"]
+    assert not [text for text in found["leading"] if "gradient" in text or "ablated" in text]

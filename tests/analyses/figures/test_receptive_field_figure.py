@@ -69,6 +69,38 @@ def layers_of(kinds, windows):
     )
 
 
+GAPS, CONTEXTS = [16, 32, 64, 128], [100, 200, 400]
+
+
+def with_controls(result: Result, conditions=ONE, lengths=True) -> Result:
+    """The same result with repeats (no tokens in the last bin) and lengths (extrapolation from the second on)."""
+    groups = dict(result.groups)
+    rows = np.arange(len(conditions))[:, None]
+    for name in [name for name in result.groups if "/" not in name]:
+        loss = 1.0 + rows + 0.1 * np.arange(4)
+        loss[:, 3] = np.nan
+        bounds = loss[..., None] + np.array([-0.1, 0.1])
+        groups[f"{name}/repeats"] = Dataset(
+            {
+                "repeat_loss": Variable(("condition", "gap"), loss, "nat", "second"),
+                "repeat_loss_interval": Variable(("condition", "gap", "bound"), bounds, "nat", "second"),
+                "repeat_first_loss": Variable(("condition", "gap"), loss + 4, "nat", "first"),
+                "n_repeats": Variable(("gap",), [9, 8, 7, 0], "1", "n"),
+            },
+            {"gap": Variable(("gap",), GAPS, "token", "gap")},
+        )
+        if lengths:
+            level = (2.0 + rows + np.arange(3)).T
+            variables = {"extrapolation": Variable(("context",), [0, 1, 1], "1", "e")}
+            for key, values in (("log_long_ppl", level), ("niah", level / 10)):
+                bounds = values[..., None] + np.array([-0.1, 0.1])
+                variables[key] = Variable(("context", "condition"), values, "nat", key)
+                variables[f"{key}_interval"] = Variable(("context", "condition", "bound"), bounds, "nat", key)
+            coords = {"context": Variable(("context",), CONTEXTS, "token", "t")}
+            groups[f"{name}/lengths"] = Dataset(variables, coords)
+    return Result(groups, result.attributes)
+
+
 @pytest.fixture
 def draw():
     """Draws, lays out, and closes afterwards."""
@@ -151,6 +183,36 @@ def test_results_with_sinks_only_are_drawn_and_say_so(draw):
     assert axes[0].get_title() == "swa-8\nswa 8 + full\nwith 4 sinks"
 
 
+def test_repeats_are_curves_over_the_gap_with_the_window_and_the_control(draw):
+    axes = draw(with_controls(synthetic(), lengths=False)).axes
+    assert len(axes) == 4
+    lines = {line.get_label(): line for line in axes[3].lines}
+    assert list(lines)[:4] == ["unrestricted", "full attention → w", "efficient layers → w", "first occurrences"]
+    np.testing.assert_allclose(lines["full attention → w"].get_xdata(), np.array([16, 32, 64]) * np.sqrt(2))
+    np.testing.assert_allclose(lines["full attention → w"].get_ydata(), [2.0, 2.1, 2.2])
+    np.testing.assert_allclose(lines["first occurrences"].get_ydata(), [5.0, 5.1, 5.2])
+    assert axes[3].lines[-1].get_xdata() == [16, 16], "the window"
+
+
+def test_lengths_are_hollow_where_the_model_extrapolates(draw):
+    axis, needles = draw(with_controls(synthetic())).axes[4:]
+    found = next(line for line in needles.lines if line.get_label() == "unrestricted")
+    np.testing.assert_allclose(found.get_ydata(), [0.2, 0.3, 0.4])
+    assert "needles" in needles.get_ylabel()
+    lines = [line for line in axis.lines if line.get_label() == "full attention → w"]
+    np.testing.assert_allclose(lines[0].get_ydata(), [3.0, 4.0, 5.0])
+    marks = [line for line in axis.lines if line.get_linestyle() == "None"]
+    assert [line.get_xdata().tolist() for line in marks[:2]] == [[100], [200, 400]]
+    assert [line.get_markerfacecolor() == "white" for line in marks[:2]] == [False, True]
+    assert "extrapolation" in axis.get_xlabel()
+
+
+def test_a_file_with_controls_beside_one_without(draw):
+    axes = draw(with_controls(synthetic()), synthetic(names=("gdn",))).axes
+    assert len(axes) == 12
+    assert [texts(axes[row * 2 + 1]) for row in (3, 4, 5)] == [["not measured"]] * 3
+
+
 def test_one_document_is_drawn_without_interval(draw):
     axes = draw(synthetic(narrow=False)).axes
     assert texts(axes[0]) == ["2.00", "5.00", "2.50"]
@@ -166,8 +228,10 @@ def test_several_files_stand_side_by_side(draw):
 
 @pytest.mark.parametrize("names", [("gdn",), ("gdn", "full"), ("gdn", "full", "swa-8")])
 @pytest.mark.parametrize("conditions", [ONE, GRID])
-def test_title_and_legend_fit_into_the_figure(draw, names, conditions):
-    figure = draw(synthetic(names=names, conditions=conditions))
+@pytest.mark.parametrize("controls", [False, True])
+def test_title_and_legend_fit_into_the_figure(draw, names, conditions, controls):
+    result = synthetic(names=names, conditions=conditions)
+    figure = draw(with_controls(result, conditions) if controls else result)
     for artist in (figure._suptitle, figure.legends[0]):
         box = artist.get_window_extent()
         assert box.x0 >= 0
