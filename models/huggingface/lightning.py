@@ -22,6 +22,8 @@ class FixedDecay(Bound, ScalarDecayMixer):
     """S_t = gamma_h S_{t-1} + k_t v_t^T with the layer's own slopes."""
 
     kind = "lightning"
+    scale = 1.0
+    _scaled = Lightning._scaled
     effective_rows = Lightning.effective_rows
     states = Lightning.states
 
