@@ -19,8 +19,8 @@ from analyses.shared_prefixes import Schedule, schedule, whole
 from hooks.streams import record_streams, stream_names
 
 CPU_TOKENS = 4096  # of a batch
-GPU_BYTES = 48 * 2**20
-"""Of one [tokens, width] tensor of a batch: about the L2 of a GPU, inside which passes over the stream then stay."""
+GPU_BYTES = 80 * 2**20
+"""Of one [tokens, width] tensor of a batch; more does not pay, less launches short rests of prompts (LOG.md)."""
 CPU_LAUNCH, GPU_LAUNCH = 32.0, 5e11
 """What a forward costs whatever it computes: in tokens (measured on the miniatures), in FLOP of a model's layers."""
 GPU_ALIGN = 64  # tokens: kernels are compiled anew for lengths that are no multiple of 16
@@ -52,7 +52,7 @@ def extract(
     behind the last position are not computed. share_prefix (native models; others compute every prompt whole): what
     prompts begin with in common goes through models.Cache once. Of prompts that differ by where a needle stands in one
     haystack this saves about half; where it would save little nothing is shared. tokens_per_batch None: 4096 on a CPU,
-    on a GPU what makes 48 MB of residual stream, at least one prompt. Memory: the activations of a batch, the trunk's
+    on a GPU what makes 80 MB of residual stream, at least one prompt. Memory: the activations of a batch, the trunk's
     keys and values, and the features of all prompts given.
     """
     length = ids.shape[1]
