@@ -33,8 +33,12 @@ PARENT = """
             haystack="noise", texts=folder / "texts", key_tokens=folder / "keys", reach=(5,),
         )
 
-    def attempt(target, kill_after=None):
-        # whether it came to its end
+    def finished_units(target):
+        return len(list(Path(f"{{target}}.units").glob("*.h5")))
+
+    def attempt(target, more=None, delay=0.0):
+        # whether it came to its end; else killed `delay` seconds after it has finished so many more units
+        goal = None if more is None else finished_units(target) + more
         child = os.fork()
         if child == 0:
             code = 1
@@ -43,8 +47,11 @@ PARENT = """
                 code = 0
             finally:
                 os._exit(code)
-        if kill_after is not None:
-            time.sleep(kill_after)
+        if goal is not None:
+            look = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            while finished_units(target) < goal and os.waitid(os.P_PID, child, look) is None:
+                time.sleep(0.002)
+            time.sleep(delay)
             os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, status
@@ -52,20 +59,19 @@ PARENT = """
 
     expected = receptive_field(study(folder / "whole.h5")).digest()
     started = time.monotonic()
-    Plan(study(folder / "timed.h5"), "cpu")
+    units = len(Plan(study(folder / "timed.h5"), "cpu").units)
     planned = time.monotonic()
     attempt(folder / "timed.h5")
-    planning, duration = planned - started, time.monotonic() - planned
+    planning, unit = planned - started, (time.monotonic() - planned) / units
     assert store.read(folder / "timed.h5").digest() == expected
     rng, report = random.Random(7), []
     target, runs = folder / "killed.h5", 0
-    moments = [(i + rng.random()) / 10 for i in range(10)]  # random, and spread over the whole run
-    rng.shuffle(moments)
-    for moment in moments:
-        ended = attempt(target, 0.8 * planning + moment * (duration - 0.8 * planning))
+    for number in range(10):  # by progress, not by the clock: another load of the machine must not end the attempts
+        more = number % 3
+        ended = attempt(target, more, rng.random() * (unit if more else planning + unit))
         if target.exists():
             assert store.read(target).digest() == expected, "present but not complete"
-        kept = len(list(Path(f"{{target}}.units").glob("*.h5"))) if not target.exists() else -1
+        kept = finished_units(target) if not target.exists() else -1
         report.append([ended, kept])
         if target.exists():
             attempt(target)  # also clears what a kill between rename and cleaning left
@@ -74,7 +80,7 @@ PARENT = """
             target = folder / f"killed{{runs}}.h5"
     attempt(target)
     assert not Path(f"{{target}}.units").exists()
-    print(json.dumps({{"report": report, "last": str(target), "seconds": [planning, duration]}}))
+    print(json.dumps({{"report": report, "last": str(target), "seconds": [planning, unit]}}))
 """
 
 
