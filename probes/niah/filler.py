@@ -5,6 +5,8 @@ length.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from itertools import islice
 
 from probes.niah.tokens import Encoder
 
@@ -22,24 +24,25 @@ class Filler:
     def __init__(self, encoder: Encoder) -> None:
         self._encoder = encoder
         self._table: dict[int, str] = {}
-        self._found: dict[tuple[str, int], tuple[str, ...] | None] = {}
+        self._found: dict[tuple[str, int, int], tuple[str, ...] | None] = {}
         words = _SPEECH.split()
         for n in range(1, len(words) + 1):
             for ending in _ENDINGS:
                 line = " ".join(words[:n]) + ending
                 self._table.setdefault(encoder.line_count(line + "\n"), line)
 
-    def lines(self, next_line: str, need: int) -> tuple[str, ...] | None:
+    def lines(self, next_line: str, need: int, variant: int = 0) -> tuple[str, ...] | None:
         """At most two lines that add exactly `need` tokens: `next_line` cut short, a stock line, or both; None if
-        none fit.
+        none fit. `variant`: that many fits are passed over.
         """
-        if (next_line, need) not in self._found:
+        key = next_line, need, variant
+        if key not in self._found:
             if len(self._found) > 50_000:  # bounds memory on long streams
                 self._found.clear()
-            self._found[next_line, need] = self._search(next_line, need)
-        return self._found[next_line, need]
+            self._found[key] = next(islice(self._fits(next_line, need), variant, None), None)
+        return self._found[key]
 
-    def _search(self, line: str, need: int) -> tuple[str, ...] | None:
+    def _fits(self, line: str, need: int) -> Iterator[tuple[str, ...]]:
         cuts = _cut_points(line)
         low, high = 0, len(cuts)  # the number of cuts whose prefix takes at most `need` tokens
         while low < high:
@@ -51,10 +54,11 @@ class Filler:
         for at in reversed(cuts[max(0, low - _BACKTRACK) : low]):
             left = need - self._count(line[:at])
             if left == 0:
-                return (line[:at],)
-            if left in self._table:
-                return (line[:at], self._table[left])
-        return (self._table[need],) if need in self._table else None
+                yield (line[:at],)
+            elif left in self._table:
+                yield (line[:at], self._table[left])
+        if need in self._table:
+            yield (self._table[need],)
 
     def _count(self, line: str) -> int:
         return self._encoder.line_count(line + "\n")

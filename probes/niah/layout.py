@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from probes.niah.crossing import Crossing
 from probes.niah.filler import Filler
 from probes.niah.haystack import Haystack
+from probes.niah.planning import Plan, Planner
 from probes.niah.sample import NIAHSample, Span
 from probes.niah.tokens import Encoder, Piece, digits_held, shift, token_span
 from probes.niah.wording import Draft, Parts, Template
-
-CORRECTIONS = 6  # whole encodings per prompt, when the tokenizer is not additive, that follow what was missing;
-NEARBY = 6  # then haystack sizes up to this much smaller or larger are tried,
-ATTEMPTS = CORRECTIONS + 3 * (2 * NEARBY + 1)  # with three different fillers
-DROPS = 8  # whole lines given up in search of a filler that fits
-
-
-class NoFiller(ValueError):
-    """No filler line adds the tokens that are missing."""
 
 
 class _Encoded(NamedTuple):
@@ -36,13 +28,12 @@ class _Encoded(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """Lines of a prompt in order. `places[j]` is the line number of needle j; `special` are all lines not of the
-    haystack.
+    """Lines of a prompt in order with their ids. `places[j]` is the line number of needle j; `special` are all lines
+    not of the haystack.
     """
 
     lines: list[str]
     ids: list[np.ndarray]
-    slots: list[int]
     places: list[int]
     special: list[int]
 
@@ -54,9 +45,11 @@ class Composer:
         self, encoder: Encoder, haystack: Haystack, filler: Filler, template: Template, bos: bool | None, length: int,
         given: int,
     ) -> None:  # fmt: skip
-        self._encoder, self._haystack, self._filler, self._template = encoder, haystack, filler, template
+        self._encoder, self._haystack, self._template = encoder, haystack, template
         self._bos = encoder.bos(bos)
         self._length, self._given = length, given
+        self._planner = Planner(encoder, haystack, filler, length)
+        self._crossing: Crossing | None = None
         self._heads: dict[str, np.ndarray] = {}
 
     def frame(self, parts: Parts) -> int:
@@ -87,7 +80,11 @@ class Composer:
             )
         order = self._haystack.order(rng, budget)
         if self._haystack.additive:
-            layout = self._lay_out(order, budget, 0, draft, parts, encoded)
+            ends = np.concatenate([[0], np.cumsum(self._haystack.counts[order])])
+            plan = self._planner.plan(order, ends, budget, draft.depths)
+            if plan is None:
+                raise self._planner.no_filler(budget)
+            layout = self._lay_out(plan, parts, encoded)
             if self._joints_hold(layout):
                 ids = np.concatenate(layout.ids)
                 if not verify or self._encoder.encode("\n".join(layout.lines)) == ids.tolist():
@@ -98,62 +95,17 @@ class Composer:
                         "line by line: the tokenizer looks further than a line; pass verify=1 to encode every prompt "
                         "as a whole"
                     )
-        return self._encoded_whole(index, rng, draft, parts, encoded, order, budget)
+        return self._fitted(index, rng, draft, parts, order, budget, verify=verify, fall_back=fall_back)
 
-    def _lay_out(
-        self,
-        order: np.ndarray,
-        budget: int,
-        drop: int,
-        draft: Draft,
-        parts: Parts,
-        encoded: _Encoded,
-        slots: Sequence[int] | None = None,
-    ) -> _Layout:
-        """Whole lines, then filler, to `budget` tokens; needles at `slots`, or at the line ends nearest their depth."""
-        hay = self._haystack
-        ends = np.concatenate([[0], np.cumsum(hay.counts[order])])
-        whole, filler = self._whole_and_filler(order, ends, budget, drop)
-        numbers = order[:whole].tolist()
-        lines = [hay.lines[i] for i in numbers] + list(filler)
-        ids = [hay.ids[i] for i in numbers]
-        ends = ends[: whole + 1].tolist()
-        for line in filler:
-            ids.append(self._encoder.line_ids(line + "\n")[0])
-            ends.append(ends[-1] + len(ids[-1]))
-        slots = (
-            [int(np.abs(np.asarray(ends) - depth * ends[-1]).argmin()) for depth in draft.depths]
-            if slots is None
-            else slots
-        )
-        slots = [min(slot, len(lines)) for slot in slots]
-        placed = sorted(range(len(slots)), key=lambda j: (slots[j], draft.depths[j], j))
-        places = [0] * len(slots)
-        for before, j in enumerate(placed):
-            places[j] = 1 + slots[j] + before  # 1: the announcement
-        lines.insert(0, parts.announce)
-        ids.insert(0, encoded.announce)
-        for j in placed:
-            lines.insert(places[j], parts.needles[j].text)
+    def _lay_out(self, plan: Plan, parts: Parts, encoded: _Encoded) -> _Layout:
+        ids = [encoded.announce, *(self._haystack.ids[i] for i in plan.order[: plan.whole].tolist()), *plan.filler_ids]
+        places = plan.places
+        for j in plan.placed:
             ids.insert(places[j], encoded.needles[j].ids)
-        first_filler = 1 + whole + sum(slot <= whole for slot in slots)
-        special = sorted({0, *places, *range(first_filler, len(lines)), len(lines)})
-        return _Layout([*lines, parts.question.text], [*ids, encoded.question.ids], slots, places, special)
-
-    def _whole_and_filler(
-        self, order: np.ndarray, ends: np.ndarray, budget: int, drop: int
-    ) -> tuple[int, tuple[str, ...]]:
-        most = min(int(np.searchsorted(ends, budget, side="right")) - 1, len(order) - 1)
-        most = max(0, most - drop)
-        for whole in range(most, max(-1, most - DROPS), -1):
-            left = budget - int(ends[whole])
-            filler = () if left == 0 else self._filler.lines(self._haystack.lines[order[whole]], left)
-            if filler is not None:
-                return whole, filler
-        raise NoFiller(
-            f"length {self._length} cannot be reached exactly: no filler of this tokenizer adds what is left of a "
-            f"haystack of {budget} tokens (tried {DROPS} line ends); ask for a length a few tokens longer or shorter"
-        )
+        lines = self._planner.lines(plan, parts)
+        first_filler = 1 + plan.whole + sum(slot <= plan.whole for slot in plan.slots)
+        special = sorted({0, *places, *range(first_filler, len(lines))})
+        return _Layout(lines, [*ids, encoded.question.ids], places, special)
 
     def _joints_hold(self, layout: _Layout) -> bool:
         """Encode each special line together with its neighbours: the ids must be those of the lines one by one."""
@@ -188,60 +140,34 @@ class Composer:
         digits = digits_held(offsets, parts.question.values)
         return self._finish(index, draft, ids, values, keys, answers, digits)
 
-    def _encoded_whole(
+    def _fitted(
         self,
         index: int,
         rng: np.random.Generator,
         draft: Draft,
         parts: Parts,
-        encoded: _Encoded,
         order: np.ndarray,
         budget: int,
+        *,
+        verify: bool,
+        fall_back: bool,
     ) -> NIAHSample:
-        """Encode the text, correct the haystack by what is missing, again until exact; then search nearby sizes.
-
-        Correcting alone can swing between two sizes, as a needle that moves by a line changes the tokens at its ends:
-        the search leaves the needles where they are.
-        """
-        target, size, slots, best = self._length - len(self._bos), budget, None, (self._length, budget)
-        for attempt in range(ATTEMPTS):
-            drop, step = divmod(max(0, attempt - CORRECTIONS), 2 * NEARBY + 1)
-            if attempt >= CORRECTIONS:
-                size = max(1, best[1] + (step + 1) // 2 * (1 if step % 2 else -1))
-            if int(self._haystack.counts[order].sum()) < size:
-                order = self._haystack.order(rng, 2 * size)
-            try:
-                layout = self._lay_out(order, size, drop, draft, parts, encoded, slots)
-            except NoFiller:
-                size += 1
-                continue
-            missing = target - len(self._encoder.encode("\n".join(layout.lines)))
-            if missing == 0:
-                return self._located(index, draft, parts, layout)
-            best = min(best, (abs(missing), size))
-            size = max(1, size + missing)
-            slots = layout.slots if attempt >= CORRECTIONS - 1 else None
-        raise ValueError(
-            f"sample {index}: length {self._length} was not reached exactly in {ATTEMPTS} attempts (closest one off by "
-            f"{best[0]}): the tokens at line ends of this tokenizer change with their neighbours; ask for another "
-            "length or haystack"
-        )
-
-    def _located(self, index: int, draft: Draft, parts: Parts, layout: _Layout) -> NIAHSample:
-        """The sample of a whole text: spans by the character offsets of that text."""
-        starts = np.cumsum([0, *(len(line) + 1 for line in layout.lines)])
-        places = [int(starts[p]) for p in layout.places]
-        groups = (
-            [shift(n.values[0], at) for n, at in zip(parts.needles, places, strict=True)],
-            [shift(n.key, at) for n, at in zip(parts.needles, places, strict=True)],
-            [shift(span, int(starts[-2])) for span in parts.question.values],
-        )
-        ids, offsets = self._encoder.with_offsets("\n".join(layout.lines), [span for group in groups for span in group])
-        digits = digits_held(offsets, groups[2])
+        """The prompt of a tokenizer whose tokens cross line ends."""
+        if self._crossing is None:
+            self._crossing = Crossing(self._encoder, self._haystack, self._planner, self._length - len(self._bos))
+        order, stretch = self._crossing.stretch(rng, order)
+        found, text = self._crossing.fit(index, rng, draft, parts, order, stretch, budget)
+        if verify and self._encoder.encode(text()) != found.ids.tolist():
+            if not fall_back:
+                raise ValueError(
+                    f"sample {index}: ids spliced from known stretches differ from encode(text), although they agree "
+                    "where they meet: the tokenizer looks further; pass verify=1 to encode every prompt as a whole"
+                )
+            found, _ = self._crossing.fit(index, rng, draft, parts, order, stretch, budget, splice=False)
         values, keys, answers = (
-            [shift(token_span(offsets, *span), len(self._bos)) for span in group] for group in groups
+            [shift(span, len(self._bos)) for span in spans] for spans in (found.values, found.keys, found.answers)
         )
-        return self._finish(index, draft, np.asarray(ids, np.int32), values, keys, answers, digits)
+        return self._finish(index, draft, found.ids, values, keys, answers, found.digits)
 
     def _finish(
         self,

@@ -2,8 +2,9 @@
 
 Two ways give the same thing, input_ids == (BOS +) encode(text). If the tokenizer is additive at line ends (checked
 for the haystack and, for each prompt, round its needles and its question), ids are put together from lines encoded
-once. Otherwise the whole text is encoded, and its last lines are corrected until the length is exact, a bounded
-number of times.
+once. Otherwise needles and question are spliced into a haystack encoded as it stands, by windows that must agree with
+it on both sides (or else the whole text is encoded), and the last lines are corrected until the length is exact, a
+bounded number of times.
 """
 
 from __future__ import annotations

@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from probes import niah
-from probes.niah.haystack import REPEATED, split_lines
+from probes.niah.crossing import Crossing
+from probes.niah.haystack import REPEATED, Haystack, split_lines
+from probes.niah.seams import Side, run_of, weld
+from probes.niah.tokens import Encoder
 from probes.niah.words import ADJECTIVES, NOUNS, PLAIN
 
 NEEDLE = "One of the special magic numbers for "
@@ -647,6 +650,130 @@ def test_documents_become_short_lines_and_lose_nothing():
     assert all(line == line.strip() and line for line in lines)
     assert lines[0] == "First one."
     assert "東京。" in "\n".join(lines).split("\n")[-6:][0] or any(line.endswith("東京。") for line in lines)
+
+
+# --------------------------------------------------------------------------------------- tokens that cross line ends
+
+SPANS = ("value_spans", "answer_spans", "key_span", "answer_digits", "probe", "depth", "distractors")
+
+
+@cache
+def _glued(kind):
+    """Tokenizers that have learnt what stands round the line ends of all three haystacks."""
+    rng = np.random.default_rng(0)
+    sentences = [*PROSE, *REPEATED * 40, *vars(niah.Template()).values(), "{} , and - \" ; '"]
+    keys = [f"{a}-{b}" for a, b in zip(ADJECTIVES, NOUNS, strict=False)]
+    lines = [
+        *keys,
+        *ADJECTIVES,
+        *NOUNS,
+        *PLAIN,
+        *sentences,
+        *(" ".join(rng.choice(PLAIN, 3)) + "." for _ in range(1500)),
+    ]
+    texts = ["\n".join(rng.permutation(lines)) for _ in range(2)] + [f"is: {i * 99991 % 10**7}." for i in range(300)]
+    raw = Tokenizer(models.Unigram() if kind == "glued unigram" else models.BPE(unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    raw.decoder = decoders.Metaspace(prepend_scheme="first")
+    options = {"vocab_size": 2500, "special_tokens": ["<unk>", "<s>"], "show_progress": False}
+    unigram = trainers.UnigramTrainer(unk_token="<unk>", **options)
+    raw.train_from_iterator(texts, unigram if kind == "glued unigram" else trainers.BpeTrainer(**options))
+    return raw
+
+
+def encoded_whole(monkeypatch, *args, **kwargs):
+    """The same prompts by the direct way: every text encoded at once."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Crossing, "_splice", lambda *_: None)
+        return list(niah.build(*args, **kwargs))
+
+
+@pytest.mark.parametrize("haystack", ["repeat", "essay", "noise"])
+@pytest.mark.parametrize("name", ["across lines", "glued unigram", "glued words"])
+def test_spliced_prompts_are_those_of_whole_texts(monkeypatch, name, haystack):
+    tok = Tok(_glued(name)) if name.startswith("glued") else make(name)
+    form, seed = {"repeat": ("multi_value", 1), "essay": ("multi_key", 2), "noise": ("single", 3)}[haystack]
+    kwargs = {
+        "length": 1500, "n": 3, "seed": seed, "haystack": haystack, "form": form, "values": "numbers", "verify": 0,
+        "documents": PROSE[:60] if haystack == "essay" else None,
+    }  # fmt: skip
+    spliced = []
+    splice = Crossing._splice
+    monkeypatch.setattr(Crossing, "_splice", lambda *args: spliced.append(splice(*args)) or spliced[-1])
+    prompts = niah.build(tok, **kwargs)
+    assert not prompts.additive or not name.startswith("glued")
+    monkeypatch.setattr(Haystack, "additive", property(lambda _: False, lambda *_: None), raising=False)
+    samples = list(prompts)
+    assert None not in spliced
+    assert len(spliced) >= 3
+    for ours, direct in zip(samples, encoded_whole(monkeypatch, tok, **kwargs), strict=True):
+        assert ours.input_ids.tolist() == direct.input_ids.tolist()
+        assert [getattr(ours, span) for span in SPANS] == [getattr(direct, span) for span in SPANS]
+        check(tok, ours, 1500, needles=1 if form == "single" else 4)
+
+
+def test_splicing_encodes_little():
+    tok = Tok(_glued("glued words"))
+    prompts = niah.build(tok, length=8000, n=3, seed=0, haystack="essay", documents=PROSE, verify=0)
+    text = tok.decode(prompts[0].input_ids)
+    tok.characters = 0
+    assert len(prompts[1].input_ids) == 8000
+    assert tok.characters < len(text) / 2
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(
+    name=st.sampled_from(["across lines", "metaspace", "merged"]),
+    text=st.text(st.sampled_from(" .\nabehiorst19é🙂"), max_size=60),
+    at=st.tuples(st.integers(200, 1500), st.integers(200, 1500)),
+)
+def test_a_weld_is_the_encoding_of_the_whole(name, text, at):
+    encoder, hay = Encoder(make(name)), "\n".join(PROSE[:40])
+    left, right = run_of(encoder, hay), run_of(encoder, hay[::-1])
+    seam = weld(encoder, Side(left, at[0], 0, len(left.ids)), text, Side(right, at[1], 0, len(right.ids)))
+    assert seam is not None
+    ids = [*left.ids[: seam.keep].tolist(), *seam.ids, *right.ids[seam.skip :].tolist()]
+    assert ids == encoder.encode(hay[: at[0]] + text + hay[::-1][at[1] :])
+
+
+def test_texts_that_never_agree_are_encoded_whole(monkeypatch):
+    class Marked(Tok):  # every token says how long the text is: no window agrees with anything
+        def encode(self, text):
+            return [i + self.vocab_size * len(text) for i in super().encode(text)]
+
+        def encode_with_offsets(self, text):
+            return self.encode(text), super().encode_with_offsets(text)[1]
+
+        def decode(self, ids):
+            return super().decode([int(i) % self.vocab_size for i in ids])
+
+    kwargs = {"length": 700, "n": 3, "seed": 0, "haystack": "essay", "documents": PROSE[:40], "values": "numbers"}
+    ours = list(niah.build(Marked(_raw("across lines")), **kwargs))
+    assert [len(s.input_ids) for s in ours] == [700] * 3
+    for sample, direct in zip(ours, encoded_whole(monkeypatch, Marked(_raw("across lines")), **kwargs), strict=True):
+        assert sample.input_ids.tolist() == direct.input_ids.tolist()
+        assert sample.value_spans == direct.value_spans
+        assert len(set((sample.input_ids // _raw("across lines").get_vocab_size()).tolist())) == 1
+
+
+def test_tokens_that_look_beyond_a_window_are_found():
+    class Parity(Tok):  # the last token depends on the length of the whole text
+        def encode(self, text):
+            ids = super().encode(text)
+            return [*ids[:-1], self.vocab_size + ids[-1]] if len(text) > 1800 else ids
+
+        def encode_with_offsets(self, text):
+            return self.encode(text), super().encode_with_offsets(text)[1]
+
+        def decode(self, ids):
+            return super().decode([int(i) % self.vocab_size for i in ids])
+
+    kwargs = {"length": 1500, "n": 1, "seed": 0, "haystack": "essay", "documents": PROSE, "values": "numbers"}
+    with pytest.raises(ValueError, match="spliced from known stretches differ from encode.*pass verify=1"):
+        niah.build(Parity(_raw("across lines")), **kwargs)[0]
+    sample = niah.build(Parity(_raw("across lines")), verify=1, **kwargs)[0]
+    assert len(sample.input_ids) == 1500
+    assert sample.input_ids[-1] >= _raw("across lines").get_vocab_size()
 
 
 # ---------------------------------------------------------------------------------------------------- training streams
