@@ -20,7 +20,7 @@ from hooks.streams import record_streams, stream_names
 
 CPU_TOKENS = 4096  # of a batch
 GPU_BYTES = 80 * 2**20
-"""Of one [tokens, width] tensor of a batch; more does not pay, less launches short rests of prompts (LOG.md)."""
+"""Of one [tokens, width] tensor of a batch; more pays little, less launches short rests of prompts (LOG.md)."""
 CPU_LAUNCH, GPU_LAUNCH = 32.0, 5e11
 """What a forward costs whatever it computes: in tokens (measured on the miniatures), in FLOP of a model's layers."""
 GPU_ALIGN = 64  # tokens: kernels are compiled anew for lengths that are no multiple of 16

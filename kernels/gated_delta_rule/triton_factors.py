@@ -29,7 +29,7 @@ def block_number(t, start, W, WINDOW: tl.constexpr):
 def decays(since, t, valid, block, TRANSPOSED: tl.constexpr):
     """[C, C] exp(G_i - G_j) where token i sees token j (j <= i, one block), else 0; [j, i] if TRANSPOSED.
 
-    Masked before exp, whose other half would overflow. The diagonal is a constant 1, see kernels/blocks.py.
+    Masked before exp, whose other half would overflow. The diagonal is a constant 1, without a gradient.
     """
     if TRANSPOSED:
         seen = (t[:, None] < t[None, :]) & valid[None, :] & (block[:, None] == block[None, :])

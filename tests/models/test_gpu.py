@@ -71,10 +71,9 @@ def found(architecture, restriction, impl, dtype, larger):
 @pytest.mark.parametrize("restriction", RESTRICTED)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_triton_equals_torch(architecture, restriction):
-    """In float32, and in bfloat16 as closely as that allows.
+    """In float32 and in bfloat16, where Triton's may also be no farther from float32 than the torch form's are.
 
-    Two forms that round in another order agree no better than either agrees with float32; gdn's gradients are 0.021
-    from it in both. What may not be is that Triton's are farther.
+    gdn's bfloat16 gradients are 0.021 from float32 in both forms and 0.0205 from one another on an H200 (LOG.md).
     """
     if restriction == "efficient" and architecture == "full":
         pytest.skip("full has no efficient layers")
@@ -87,9 +86,8 @@ def test_triton_equals_torch(architecture, restriction):
     # larger weights add up bfloat16's roundings, of either form, to more than the tolerance over eight layers
     forms = (("triton", torch.bfloat16), ("torch", torch.bfloat16), ("torch", torch.float32))
     for ours, theirs, exact in zip(*(found(*case, *form, 1.0) for form in forms), strict=True):
-        error = relative(theirs, exact)
-        assert relative(ours, exact) < 1.1 * error + 1e-3
-        assert relative(ours, theirs) < max(2e-2, error)
+        assert relative(ours, exact) < 1.1 * relative(theirs, exact) + 1e-3
+        assert relative(ours, theirs) < 2e-2
 
 
 @pytest.mark.parametrize("impl", ["triton", "torch"])
