@@ -98,7 +98,7 @@ def tune() -> None:
         shape = tuple(size)
         tensors = operands(shape, torch.bfloat16)  # type: ignore[arg-type]
         for window in (None, 2048):
-            used = candidates(torch.bfloat16, shape[3], shape[4], window is not None)
+            used = candidates(torch.bfloat16, shape[3], shape[4], window or 0)
             for sizes in [*used, *(used[0]._replace(segment=n) for n in (8, 12, 16, 20, 24, 32, 64))]:
                 changed = {n: x for n, x in sizes._asdict().items() if x != getattr(used[0], n)}
                 times = (ours(tensors, window, direction, sizes) for direction in ("forward", "backward"))

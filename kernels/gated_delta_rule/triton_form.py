@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.gated_delta_rule import triton_launch, triton_layout
+from kernels.gated_delta_rule import triton_launch, triton_layout, triton_spans_launch
 from kernels.gated_delta_rule.triton_layout import MAX_DIM, Tiles
 from kernels.operands import RecurrentOutput
 
@@ -71,12 +71,15 @@ def _forward(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, initial: Tensor | None,
     bounds: list[int], window: int, scale: float, sizes: list[int],
 ) -> tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
 ]:  # fmt: skip
     query, key, value = (_readable(x) for x in (query, key, value))
     p = triton_launch.problem(query, key, value, log_decay, beta, bounds, window, scale, Tiles(*sizes))
     with _device(value):
-        out, state, saved = triton_launch.forward(p, None if initial is None else initial.contiguous())
+        if p.spanned:
+            out, state, saved = triton_spans_launch.forward(p)
+        else:
+            out, state, saved = triton_launch.forward(p, None if initial is None else initial.contiguous())
     # an operator's outputs must not be its inputs, nor one another
     own = (x.clone() if x is initial or not x.numel() else x for x in saved)
     return out, state, *own  # type: ignore[return-value]
@@ -97,6 +100,7 @@ def _(query, key, value, log_decay, beta, initial, bounds, window, scale, sizes)
     columns = v + (k if window else 0)
     wide = (sequences, h, k)
     starts = (segments, h, k, columns) if linked else (sequences, h, k, v) if initial is not None else (0,)
+    spanned = window > 0 and bool(tiles.spanned)
     return (
         value.new_empty(b, t, h, v),
         floats(*wide, v),
@@ -108,6 +112,8 @@ def _(query, key, value, log_decay, beta, initial, bounds, window, scale, sizes)
         floats((segments, h, k, k) if linked and window else (0,)),
         floats((*wide, k) if window else (0,)),
         floats((*wide, v) if window else (0,)),
+        key.new_empty((b, t, h, k) if spanned else (0,)),
+        key.new_empty((chunks, h, k, v) if spanned and window > tiles.chunk else (0,)),
     )
 
 
@@ -119,7 +125,10 @@ def _backward(
     query, key, value, dout = (_readable(x) for x in (query, key, value, dout))
     p = triton_launch.problem(query, key, value, log_decay, beta, bounds, window, scale, Tiles(*sizes))
     with _device(value):
-        d = triton_launch.backward(p, triton_launch.Saved(*saved), has_initial, dout, dstate.contiguous())
+        if p.spanned:
+            d = triton_spans_launch.backward(p, triton_launch.Saved(*saved), dout, dstate.contiguous())
+        else:
+            d = triton_launch.backward(p, triton_launch.Saved(*saved), has_initial, dout, dstate.contiguous())
     initial = beta.new_empty(0) if d.initial is None else d.initial
     return d.query, d.key, d.value, d.log_decay, d.beta, initial
 
@@ -180,7 +189,7 @@ def gated_delta_rule_triton(
     if dtype != torch.float32:
         inputs = [_widened(x) for x in inputs]
         initial = None if initial is None else _widened(initial, 2)
-    sizes = sizes or triton_layout.tiles(dtype, inputs[0].shape[-1], inputs[2].shape[-1], window > 0, chunk_size)
+    sizes = sizes or triton_layout.tiles(dtype, inputs[0].shape[-1], inputs[2].shape[-1], window, chunk_size)
     out, state, *_ = _forward(
         *inputs,
         log_decay.float(),

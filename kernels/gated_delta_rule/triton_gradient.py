@@ -12,24 +12,28 @@ from kernels.gated_delta_rule.triton_factors import block_number, decays
 @triton.jit
 def add_pairs(
     pairs, pairs_t, x, x_t, z, z_t, t64, valid,
-    WIDTH: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
+    WIDTH: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add x z^T and, made directly, its transpose over the columns of one group."""
+    """Add x z^T (ROWS) and, made directly, its transpose (TRANSPOSED) over the columns of one group."""
     place = tl.arange(0, C)
     for at in range(0, WIDTH, BV):
         column = at + tl.arange(0, BV)
         inside = valid[:, None] & (column < WIDTH)[None, :]
         wrote = tl.load(z + place[:, None] * z_t + column[None, :], mask=inside, other=0.0)
         rows = tl.load(x + t64[:, None] * x_t + column[None, :], mask=inside, other=0.0).to(wrote.dtype)
-        pairs += tl.dot(rows, tl.trans(wrote), input_precision=PRECISION)
-        pairs_t += tl.dot(wrote, tl.trans(rows), input_precision=PRECISION)
+        if ROWS:
+            pairs += tl.dot(rows, tl.trans(wrote), input_precision=PRECISION)
+        if TRANSPOSED:
+            pairs_t += tl.dot(wrote, tl.trans(rows), input_precision=PRECISION)
     return pairs, pairs_t
 
 
 @triton.jit
 def add_states(
     asked, taken, kept, inner, do, do_t, dy, dy_t, z, z_t, states, states_t, cotangents, t64, valid, key_at, in_key,
-    WIDTH: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, READ: tl.constexpr, PRECISION: tl.constexpr,
+    WIDTH: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, READ: tl.constexpr, TAKE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add do S^T, dy S^T, z dS'^T [C, keys] and <S, dS'> over the columns of one group, for one tile of keys."""
     place = tl.arange(0, C)
@@ -37,15 +41,16 @@ def add_states(
         column = at + tl.arange(0, BV)
         inside = valid[:, None] & (column < WIDTH)[None, :]
         in_state = (column < WIDTH)[:, None] & in_key[None, :]
-        wrote = tl.load(z + place[:, None] * z_t + column[None, :], mask=inside, other=0.0)
-        solved = tl.load(dy + t64[:, None] * dy_t + column[None, :], mask=inside, other=0.0).to(wrote.dtype)
         state = tl.load(states + key_at[None, :] * states_t + column[:, None], mask=in_state, other=0.0)
-        cotangent = tl.load(cotangents + key_at[None, :] * WIDTH + column[:, None], mask=in_state, other=0.0)
-        taken += tl.dot(solved, state, input_precision=PRECISION)
-        kept += tl.dot(wrote, cotangent, input_precision=PRECISION)
-        inner += tl.sum(state.to(tl.float32) * cotangent.to(tl.float32))
+        if TAKE:
+            wrote = tl.load(z + place[:, None] * z_t + column[None, :], mask=inside, other=0.0)
+            solved = tl.load(dy + t64[:, None] * dy_t + column[None, :], mask=inside, other=0.0).to(wrote.dtype)
+            cotangent = tl.load(cotangents + key_at[None, :] * WIDTH + column[:, None], mask=in_state, other=0.0)
+            taken += tl.dot(solved, state, input_precision=PRECISION)
+            kept += tl.dot(wrote, cotangent, input_precision=PRECISION)
+            inner += tl.sum(state.to(tl.float32) * cotangent.to(tl.float32))
         if READ:
-            dout = tl.load(do + t64[:, None] * do_t + column[None, :], mask=inside, other=0.0).to(wrote.dtype)
+            dout = tl.load(do + t64[:, None] * do_t + column[None, :], mask=inside, other=0.0).to(state.dtype)
             asked += tl.dot(dout, state, input_precision=PRECISION)
     return asked, taken, kept, inner
 
@@ -53,17 +58,19 @@ def add_states(
 @triton.jit(do_not_specialize=["W", "scale"])
 def gradient_kernel(
     q, k, do, beta, since, rest, chunks, dy, written, states, cotangents,
-    do_2, dy_2, cotangents_2, dy_3, written_3, states_3, cotangents_3, dq, dk, dg, dbeta,
+    do_2, dy_2, cotangents_2, dy_3, written_3, states_3, cotangents_3, dq, dk, dg, dbeta, tail_dv,
     q_b, q_t, q_h, k_b, k_t, k_h, do_b, do_t, do_h, beta_b, beta_t, beta_h, s_b, s_t, dy_b, dy_t, dy_h,
     x_b, x_t, x_h, H, W, scale,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, WINDOW: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUPS: tl.constexpr,
+    WINDOW: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of query, key, log_decay and beta in one chunk of one head.
 
     Column groups: values (do, dy, written, states, cotangents) and, with a window, pulled-back queries (do_2, dy_2; the
     same written and states, from column V on) and carried keys (dy_3, written_3, states_3). [B, T, H, K] tensors of
-    ours, dq and dk among them, have strides x.
+    ours, dq and dk among them, have strides x. GROUPS: there are the window's columns; WINDOW: blocks begin or end
+    inside chunks. tail_dv, if given, gets dy added. QUERIES: dq and the pairs that are read, KEYS: dk and the others;
+    KEYS alone adds its terms of dg and dbeta to what a launch with QUERIES has stored.
     """
     program = tl.program_id(0).to(tl.int64)
     chunk, h = program // H, program % H
@@ -71,7 +78,7 @@ def gradient_kernel(
     first = tl.load(chunks + chunk * 4 + 1)
     start = tl.load(chunks + chunk * 4 + 2)
     end = tl.load(chunks + chunk * 4 + 3)
-    COLUMNS: tl.constexpr = V + K if WINDOW else V
+    COLUMNS: tl.constexpr = V + K if GROUPS else V
     place = tl.arange(0, C)
     t = first + place
     t64 = t.to(tl.int64)
@@ -86,7 +93,7 @@ def gradient_kernel(
     states += program * K * COLUMNS
     cotangents += program * K * V
     x_at = b * x_b + h * x_h
-    if WINDOW:
+    if GROUPS:
         do_2 += x_at
         dy_2 += x_at
         dy_3 += x_at
@@ -102,50 +109,60 @@ def gradient_kernel(
 
     # queries' pairs first, then keys', so that three [C, C] sums are held at a time and not six
     later = t[:, None] > t[None, :]
+    d_beta = tl.zeros([C], tl.float32)
+    d_pairs = tl.zeros([C], tl.float32)
     read = tl.zeros([C, C], tl.float32)
     read_t = tl.zeros([C, C], tl.float32)
-    read, read_t = add_pairs(read, read_t, do, do_t, written, COLUMNS, t64, valid, V, C, BV, PRECISION)
-    if WINDOW:
-        read, read_t = add_pairs(read, read_t, do_2, x_t, written + V, COLUMNS, t64, valid, K, C, BV, PRECISION)
-    decay = decays(summed, t, valid, block, True)
-    to_keys = (scale * rate[:, None] * decay * read_t).to(dtype)
-    scores = tl.zeros([C, C], tl.float32)
-    for at in range(0, K, BK):
-        key_at = at + tl.arange(0, BK)
-        inside = valid[:, None] & (key_at < K)[None, :]
-        keys = tl.load(k + t64[:, None] * k_t + key_at[None, :], mask=inside, other=0.0)
-        queries = tl.load(q + t64[:, None] * q_t + key_at[None, :], mask=inside, other=0.0)
-        scores += tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-    read *= scale * decays(summed, t, valid, block, False)
-    from_queries = (rate[None, :] * read).to(dtype)
-    read *= scores
-    d_beta = tl.sum(read, axis=0)
-    # sum over i >= t > j of the pairs, never as a difference of sums over all i and over all j
-    read = tl.cumsum(tl.where(later, read * rate[None, :], 0.0), 0, reverse=True)
-    d_pairs = tl.sum(tl.where(later, read, 0.0), axis=1)
-
-    removed = tl.zeros([C, C], tl.float32)
-    removed_t = tl.zeros([C, C], tl.float32)
-    removed, removed_t = add_pairs(removed, removed_t, dy, dy_t, written, COLUMNS, t64, valid, V, C, BV, PRECISION)
-    if WINDOW:
-        removed, removed_t = add_pairs(
-            removed, removed_t, dy_2, x_t, written + V, COLUMNS, t64, valid, K, C, BV, PRECISION
+    read, read_t = add_pairs(read, read_t, do, do_t, written, COLUMNS, t64, valid, V, C, BV, QUERIES, KEYS, PRECISION)
+    if GROUPS:
+        read, read_t = add_pairs(
+            read, read_t, do_2, x_t, written + V, COLUMNS, t64, valid, K, C, BV, QUERIES, KEYS, PRECISION
         )
-        removed, removed_t = add_pairs(removed, removed_t, dy_3, x_t, written_3, K, t64, valid, K, C, BV, PRECISION)
-    products = tl.zeros([C, C], tl.float32)
-    for at in range(0, K, BK):
-        key_at = at + tl.arange(0, BK)
-        inside = valid[:, None] & (key_at < K)[None, :]
-        keys = tl.load(k + t64[:, None] * k_t + key_at[None, :], mask=inside, other=0.0)
-        products += tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
-    removed_t = tl.where(t[:, None] < t[None, :], removed_t, 0.0) * rate[:, None]
-    removed_t *= decays(summed, t, valid, block, True)
-    removed = tl.where(later, removed, 0.0) * decays(summed, t, valid, block, False)
-    among_keys = (-rate[None, :] * removed - removed_t).to(dtype)
-    removed *= -products
-    d_beta += tl.sum(removed, axis=0)
-    removed = tl.cumsum(removed * rate[None, :], 0, reverse=True)
-    d_pairs += tl.sum(tl.where(later, removed, 0.0), axis=1)
+    if KEYS:
+        decay = decays(summed, t, valid, block, True)
+        to_keys = (scale * rate[:, None] * decay * read_t).to(dtype)
+    if QUERIES:
+        scores = tl.zeros([C, C], tl.float32)
+        for at in range(0, K, BK):
+            key_at = at + tl.arange(0, BK)
+            inside = valid[:, None] & (key_at < K)[None, :]
+            keys = tl.load(k + t64[:, None] * k_t + key_at[None, :], mask=inside, other=0.0)
+            queries = tl.load(q + t64[:, None] * q_t + key_at[None, :], mask=inside, other=0.0)
+            scores += tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+        read *= scale * decays(summed, t, valid, block, False)
+        from_queries = (rate[None, :] * read).to(dtype)
+        read *= scores
+        d_beta += tl.sum(read, axis=0)
+        # sum over i >= t > j of the pairs, never as a difference of sums over all i and over all j
+        read = tl.cumsum(tl.where(later, read * rate[None, :], 0.0), 0, reverse=True)
+        d_pairs += tl.sum(tl.where(later, read, 0.0), axis=1)
+    if KEYS:
+        removed = tl.zeros([C, C], tl.float32)
+        removed_t = tl.zeros([C, C], tl.float32)
+        removed, removed_t = add_pairs(
+            removed, removed_t, dy, dy_t, written, COLUMNS, t64, valid, V, C, BV, True, True, PRECISION
+        )
+        if GROUPS:
+            removed, removed_t = add_pairs(
+                removed, removed_t, dy_2, x_t, written + V, COLUMNS, t64, valid, K, C, BV, True, True, PRECISION
+            )
+            removed, removed_t = add_pairs(
+                removed, removed_t, dy_3, x_t, written_3, K, t64, valid, K, C, BV, True, True, PRECISION
+            )
+        products = tl.zeros([C, C], tl.float32)
+        for at in range(0, K, BK):
+            key_at = at + tl.arange(0, BK)
+            inside = valid[:, None] & (key_at < K)[None, :]
+            keys = tl.load(k + t64[:, None] * k_t + key_at[None, :], mask=inside, other=0.0)
+            products += tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
+        removed_t = tl.where(t[:, None] < t[None, :], removed_t, 0.0) * rate[:, None]
+        removed_t *= decays(summed, t, valid, block, True)
+        removed = tl.where(later, removed, 0.0) * decays(summed, t, valid, block, False)
+        among_keys = (-rate[None, :] * removed - removed_t).to(dtype)
+        removed *= -products
+        d_beta += tl.sum(removed, axis=0)
+        removed = tl.cumsum(removed * rate[None, :], 0, reverse=True)
+        d_pairs += tl.sum(tl.where(later, removed, 0.0), axis=1)
 
     before = block_number(tl.maximum(first - 1, start), start, W, WINDOW)
     last = tl.minimum(first + C, end) - 1
@@ -165,42 +182,49 @@ def gradient_kernel(
         kept = tl.zeros([C, BK], tl.float32)
         asked, taken, kept, inner = add_states(
             asked, taken, kept, inner, do, do_t, dy, dy_t, written, COLUMNS, states, COLUMNS, cotangents, t64, valid,
-            key_at, in_key, V, C, BV, True, PRECISION,
+            key_at, in_key, V, C, BV, QUERIES, KEYS, PRECISION,
         )  # fmt: skip
         inside = valid[:, None] & in_key[None, :]
-        if WINDOW:
+        if GROUPS:
             asked, taken, kept, inner = add_states(
                 asked, taken, kept, inner, do_2, x_t, dy_2, x_t, written + V, COLUMNS, states + V, COLUMNS,
-                cotangents_2, t64, valid, key_at, in_key, K, C, BV, True, PRECISION,
+                cotangents_2, t64, valid, key_at, in_key, K, C, BV, QUERIES, KEYS, PRECISION,
             )  # fmt: skip
-            asked, taken, kept, inner = add_states(
-                asked, taken, kept, inner, do_2, x_t, dy_3, x_t, written_3, K, states_3, K, cotangents_3, t64, valid,
-                key_at, in_key, K, C, BV, False, PRECISION,
-            )  # fmt: skip
+            if KEYS:
+                asked, taken, kept, inner = add_states(
+                    asked, taken, kept, inner, do_2, x_t, dy_3, x_t, written_3, K, states_3, K, cotangents_3, t64,
+                    valid, key_at, in_key, K, C, BV, False, True, PRECISION,
+                )  # fmt: skip
+        if WINDOW:
             # blocks that open or close inside the chunk start from I and end in I there
             x_here = t64[:, None] * x_t + key_at[None, :]
             own = inside & (~sees)[:, None]
-            asked = tl.where(sees[:, None], asked, tl.load(do_2 + x_here, mask=own, other=0.0).to(tl.float32))
-            taken = tl.where(sees[:, None], taken, tl.load(dy_2 + x_here, mask=own, other=0.0).to(tl.float32))
-            own = inside & (~closes)[:, None]
-            here = tl.load(written_3 + place[:, None] * K + key_at[None, :], mask=own, other=0.0).to(tl.float32)
-            kept = tl.where(closes[:, None], kept, here)
-            opened += tl.sum(tl.load(cotangents_2 + key_at * K + key_at, mask=in_key, other=0.0).to(tl.float32))
-            closed += tl.sum(tl.load(states_3 + key_at * K + key_at, mask=in_key, other=0.0).to(tl.float32))
+            if QUERIES:
+                asked = tl.where(sees[:, None], asked, tl.load(do_2 + x_here, mask=own, other=0.0).to(tl.float32))
+            if KEYS:
+                taken = tl.where(sees[:, None], taken, tl.load(dy_2 + x_here, mask=own, other=0.0).to(tl.float32))
+                own = inside & (~closes)[:, None]
+                here = tl.load(written_3 + place[:, None] * K + key_at[None, :], mask=own, other=0.0).to(tl.float32)
+                kept = tl.where(closes[:, None], kept, here)
+                opened += tl.sum(tl.load(cotangents_2 + key_at * K + key_at, mask=in_key, other=0.0).to(tl.float32))
+                closed += tl.sum(tl.load(states_3 + key_at * K + key_at, mask=in_key, other=0.0).to(tl.float32))
         keys = tl.load(k + t64[:, None] * k_t + key_at[None, :], mask=inside, other=0.0)
         queries = tl.load(q + t64[:, None] * q_t + key_at[None, :], mask=inside, other=0.0)
         key_values = keys.to(tl.float32)
-        asked *= scale * faded[:, None]
-        taken *= faded[:, None]
-        kept *= remaining[:, None]
-        d_since += tl.sum(asked * queries.to(tl.float32) - taken * key_values, axis=1)
-        d_rest += tl.sum(kept * key_values, axis=1)
-        asked += tl.dot(from_queries, keys, input_precision=PRECISION)
-        tl.store(dq + x_at + t64[:, None] * x_t + key_at[None, :], asked.to(dq.dtype.element_ty), mask=inside)
-        kept = kept * rate[:, None] - taken
-        kept += tl.dot(among_keys, keys, input_precision=PRECISION)
-        kept += tl.dot(to_keys, queries, input_precision=PRECISION)
-        tl.store(dk + x_at + t64[:, None] * x_t + key_at[None, :], kept.to(dk.dtype.element_ty), mask=inside)
+        if QUERIES:
+            asked *= scale * faded[:, None]
+            d_since += tl.sum(asked * queries.to(tl.float32), axis=1)
+            asked += tl.dot(from_queries, keys, input_precision=PRECISION)
+            tl.store(dq + x_at + t64[:, None] * x_t + key_at[None, :], asked.to(dq.dtype.element_ty), mask=inside)
+        if KEYS:
+            taken *= faded[:, None]
+            kept *= remaining[:, None]
+            d_since -= tl.sum(taken * key_values, axis=1)
+            d_rest += tl.sum(kept * key_values, axis=1)
+            kept = kept * rate[:, None] - taken
+            kept += tl.dot(among_keys, keys, input_precision=PRECISION)
+            kept += tl.dot(to_keys, queries, input_precision=PRECISION)
+            tl.store(dk + x_at + t64[:, None] * x_t + key_at[None, :], kept.to(dk.dtype.element_ty), mask=inside)
 
     d_beta += d_rest
     d_rest *= rate
@@ -217,5 +241,16 @@ def gradient_kernel(
     else:
         d_decay += total * inner
     at = b * s_b + h + t64 * s_t
+    if not QUERIES:
+        d_decay += tl.load(dg + at, mask=valid, other=0.0)
+        d_beta += tl.load(dbeta + at, mask=valid, other=0.0)
     tl.store(dg + at, d_decay, mask=valid)
     tl.store(dbeta + at, d_beta, mask=valid)
+    if KEYS and tail_dv is not None:
+        to = b * dy_b + h * dy_h + t64[:, None] * dy_t
+        for at_column in range(0, V, BV):
+            column = at_column + tl.arange(0, BV)
+            inside = valid[:, None] & (column < V)[None, :]
+            solved = tl.load(dy - b * dy_b - h * dy_h + to + column[None, :], mask=inside, other=0.0).to(tl.float32)
+            solved += tl.load(tail_dv + to + column[None, :], mask=inside, other=0.0).to(tl.float32)
+            tl.store(tail_dv + to + column[None, :], solved.to(tail_dv.dtype.element_ty), mask=inside)

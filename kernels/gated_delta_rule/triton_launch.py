@@ -43,6 +43,8 @@ class Saved(NamedTuple):
     starts_back: Tensor  # [segments, H, K, K] of the scan that makes k~, empty if segments are not linked
     pulled_last: Tensor  # [sequences, H, K, K] transition of the last window block
     last_sum: Tensor  # [sequences, H, K, V] what the last state takes from the block before
+    carried: Tensor  # [B, T, H, K] k~ of windows walked span by span, else empty
+    sums: Tensor  # [chunks, H, K, V] of k~_j v_j^T from the chunk to the block's end, likewise
 
 
 class Problem(NamedTuple):
@@ -86,6 +88,16 @@ class Problem(NamedTuple):
     def has_sums(self) -> bool:
         return self.table.blocks.shape[0] > 0
 
+    @property
+    def spanned(self) -> bool:
+        """The window is walked span by span."""
+        return self.window > 0 and bool(self.sizes.spanned)
+
+    @property
+    def masked(self) -> bool:
+        """Window blocks begin or end inside chunks."""
+        return self.window > 0 and (not self.spanned or 2 * self.window <= self.sizes.chunk)
+
     def precision(self) -> str:
         return PRECISIONS[self.sizes.precision]
 
@@ -106,8 +118,11 @@ def problem(
     scale: float, sizes: Tiles,
 ) -> Problem:  # fmt: skip
     b, t, h, k = key.shape
-    each = triton_layout.counts(b, t, bounds, window, (h, k, value.shape[-1], sizes)).each
-    table = triton_layout.layout(b, t, tuple(bounds), window, sizes.chunk, each, key.device)
+    if window and sizes.spanned:
+        table = triton_layout.span_layout(b, t, tuple(bounds), window, sizes.chunk, key.device)
+    else:
+        each = triton_layout.counts(b, t, bounds, window, (h, k, value.shape[-1], sizes)).each
+        table = triton_layout.layout(b, t, tuple(bounds), window, sizes.chunk, each, key.device)
     return Problem(query, key, value, log_decay, beta, table, window, scale, sizes)
 
 
@@ -123,7 +138,7 @@ def factors(p: Problem) -> tuple[Tensor, Tensor, Tensor]:
     factors_kernel[(p.n_chunks * p.heads,)](
         p.key, p.log_decay, p.beta, inverse, since, rest, p.table.chunks,
         *strides(p.key), *strides(p.log_decay), *strides(p.beta), *strides(since)[:2], p.heads, width, p.window,
-        C=c, BK=min(p.sizes.tile, power_of_two(width)), WINDOW=p.window > 0, PRECISION=p.precision(),
+        C=c, BK=min(p.sizes.tile, power_of_two(width)), WINDOW=p.masked, PRECISION=p.precision(),
         SOLVE=p.solve_precision(), num_warps=p.sizes.solve_warps, num_stages=2,
     )  # fmt: skip
     return inverse, since, rest
@@ -149,7 +164,7 @@ def scan(
         *strides(since)[:2], *(none if out is None else strides(out)), *(none if pulled is None else strides(pulled)),
         p.heads, p.window, p.scale,
         K=width, V=value_width, C=p.sizes.chunk, BK=power_of_two(width), BV=columns, VALUE_TILES=value_tiles,
-        TILES=n_tiles, WINDOW=p.window > 0, LINKED=starts is not None, OUTPUT=output, SAVE=states is not None,
+        TILES=n_tiles, WINDOW=p.masked, LINKED=starts is not None, OUTPUT=output, SAVE=states is not None,
         ENDS=ends[0] if ends else 0, PRECISION=p.precision(), num_warps=p.sizes.scan_warps,
         num_stages=p.sizes.scan_stages,
     )  # fmt: skip
@@ -177,19 +192,20 @@ def link(
 def reverse(
     p: Problem, saved: Saved | tuple[Tensor, Tensor, Tensor], dout: Tensor | None, dy: Tensor | None, width: int, *,
     starts: Tensor | None = None, ends: tuple[int, Tensor] | None = None, cotangents: Tensor | None = None,
+    by_segment: bool = False,
 ) -> None:  # fmt: skip
     """One launch of the reverse scan over `width` columns; without dout the scan that makes k~."""
     inverse, since, rest = saved[:3]
     none = (0, 0, 0)
     n_tiles = triton_layout.ceil(width, p.sizes.columns)
-    linked = 0 if starts is None else 1 if p.table.linked else 2
+    linked = 0 if starts is None else 1 if p.table.linked or by_segment else 2
     reverse_kernel[(p.n_segments * p.heads * n_tiles,)](
         p.query, p.key, dout, p.beta, since, rest, inverse, p.table.chunks, p.table.segments, starts,
         ends[1] if ends else None, cotangents, dy,
         *strides(p.query), *strides(p.key), *(none if dout is None else strides(dout)), *strides(p.beta),
         *strides(since)[:2], *(none if dy is None else strides(dy)), p.heads, p.window, p.scale,
         K=p.widths[0], V=width, C=p.sizes.chunk, BK=power_of_two(p.widths[0]), BV=p.sizes.columns, TILES=n_tiles,
-        OWN=dout is None, WINDOW=p.window > 0, LINKED=linked, READ=dout is not None, SAVE=dy is not None,
+        OWN=dout is None, WINDOW=p.masked, LINKED=linked, READ=dout is not None, SAVE=dy is not None,
         STATES=cotangents is not None, ENDS=ends[0] if ends else 0, PRECISION=p.precision(),
         num_warps=p.sizes.reverse_warps, num_stages=p.sizes.reverse_stages,
     )  # fmt: skip
@@ -224,9 +240,10 @@ def forward(p: Problem, initial: Tensor | None) -> tuple[Tensor, Tensor, Saved]:
     b, t = p.key.shape[:2]
     out = p.like_key(b, t, h, v)
     last = p.floats(p.n_sequences, h, k, v + (k if windowed else 0))
+    unused = p.like_key(0)
     if not windowed:
         scan(p, made, p.value, transition=False, starts=given, ends=(2, last), out=out)
-        return out, last, Saved(*made, maps, starts, empty, empty, empty)
+        return out, last, Saved(*made, maps, starts, empty, empty, empty, unused, unused)
     pulled, carried = (p.like_key(b, t, h, k) for _ in range(2))
     scan(p, made, p.value, transition=True, starts=given, ends=(2, last), out=out, pulled=pulled)
     starts_back = reversed_starts(p, made, maps, None, k, None)
@@ -237,7 +254,7 @@ def forward(p: Problem, initial: Tensor | None) -> tuple[Tensor, Tensor, Saved]:
     state, pulled_last = last[..., :v], last[..., v:].contiguous()
     state = state + pulled_last @ last_sum
     back = empty if starts_back is None else starts_back
-    return out, state, Saved(*made, maps, starts, back, pulled_last, last_sum)
+    return out, state, Saved(*made, maps, starts, back, pulled_last, last_sum, unused, unused)
 
 
 def tail_sums(p: Problem, left: Tensor, right: Tensor, cotangent: bool) -> Tensor:
@@ -337,19 +354,34 @@ def backward(p: Problem, saved: Saved, has_initial: bool, dout: Tensor, dstate: 
     tail_dv = None
     if pulled is not None:
         more, tail_dv = window_columns(p, saved, pulled, dout, dstate)
-    dq, dk = (p.like_key(b, t, h, k) for _ in range(2))
-    dg, dbeta = (p.floats(b, t, h) for _ in range(2))
-    gradient_kernel[(p.n_chunks * h,)](
-        p.query, p.key, dout, p.beta, saved.since, saved.rest, p.table.chunks, dv, written, states, cotangents,
-        *more.values(), dq, dk, dg, dbeta,
-        *strides(p.query), *strides(p.key), *strides(dout), *strides(p.beta), *strides(dg)[:2], *strides(dv),
-        *strides(dq), h, p.window, p.scale, K=k, V=v, C=c, BK=min(p.sizes.gradient_keys, power_of_two(k)),
-        BV=min(p.sizes.gradient_columns, power_of_two(v)), WINDOW=windowed, PRECISION=p.precision(),
-        num_warps=p.sizes.gradient_warps, num_stages=p.sizes.gradient_stages,
-    )  # fmt: skip
+    result = gradients(p, saved, dout, dv, (written, states, cotangents), list(more.values()), None)
     if tail_dv is not None:
         dv += tail_dv
-    return Gradients(dq, dk, dv, dg, dbeta, initial)
+    return result._replace(initial=initial)
+
+
+def gradients(
+    p: Problem, saved: Saved, dout: Tensor, dv: Tensor, left: tuple[Tensor, Tensor, Tensor],
+    more: list[Tensor | None], tail_dv: Tensor | None,
+) -> Gradients:  # fmt: skip
+    """Gradients of every chunk from what the scans left: written, states, cotangents, and a window's columns.
+
+    `tail_dv`, if given, gets dv added and is the gradient of values.
+    """
+    (k, v), h, (b, t) = p.widths, p.heads, p.key.shape[:2]
+    dq, dk = (p.like_key(b, t, h, k) for _ in range(2))
+    dg, dbeta = (p.floats(b, t, h) for _ in range(2))
+    registers = {"maxnreg": p.sizes.gradient_registers} if p.sizes.gradient_registers else {}
+    for queries, keys in ((True, False), (False, True)) if p.sizes.gradient_parts else ((True, True),):
+        gradient_kernel[(p.n_chunks * h,)](
+            p.query, p.key, dout, p.beta, saved.since, saved.rest, p.table.chunks, dv, *left, *more, dq, dk, dg, dbeta,
+            tail_dv, *strides(p.query), *strides(p.key), *strides(dout), *strides(p.beta), *strides(dg)[:2],
+            *strides(dv), *strides(dq), h, p.window, p.scale, K=k, V=v, C=p.sizes.chunk,
+            BK=min(p.sizes.gradient_keys, power_of_two(k)), BV=min(p.sizes.gradient_columns, power_of_two(v)),
+            GROUPS=p.window > 0, WINDOW=p.masked, QUERIES=queries, KEYS=keys, PRECISION=p.precision(),
+            num_warps=p.sizes.gradient_warps, num_stages=p.sizes.gradient_stages, **registers,
+        )  # fmt: skip
+    return Gradients(dq, dk, dv if tail_dv is None else tail_dv, dg, dbeta, None)
 
 
 def window_columns(

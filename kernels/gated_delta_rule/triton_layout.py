@@ -5,6 +5,9 @@ of one window block and the start of the next, and masks keep them apart. So no 
 of chunks that one program walks through; segments are what makes few heads fill a GPU. Segments are linked by a pass
 that finds the states between them, unless every one of them begins with a window block (w a multiple or a divisor of
 C): no state passes from one block to the next.
+
+With `spanned` tiles windows are cut otherwise: every block, or as many blocks as a chunk holds, is a span with its own
+chunks (triton_spans.py).
 """
 
 import functools
@@ -39,10 +42,23 @@ class Tiles(NamedTuple):
     tail_warps: int = 4
     linked_key: int = 128  # one segment a sequence above this K: a segment's map [K, K] no longer fits a program
     segment: int = 0  # chunks in a segment, 0: chosen by `segment_chunks`
+    spanned: int = 0  # 1: windows are walked span by span
+    gradient_parts: int = 0  # 1: gradients of queries and of keys in two launches, fewer registers each
+    gradient_registers: int = 0  # most that a thread of it may take, 0: no limit
+    carry_rows: int = 64  # of the carried transition one program holds
+    carry_warps: int = 4
+    keys_warps: int = 4
+    keys_stages: int = 2
 
 
-def tiles(dtype: torch.dtype, key_width: int, value_width: int, windowed: bool = False, chunk_size: int = 64) -> Tiles:
-    """The configuration for these operands. Products of float32 are exact to float32; 16-bit ones join in bf16x3."""
+LONG_SPAN = 4096  # tokens of a span above which few programs are left, so that each takes fewer columns
+
+
+def tiles(dtype: torch.dtype, key_width: int, value_width: int, window: int = 0, chunk_size: int = 64) -> Tiles:
+    """The configuration for these operands, window 0 meaning none; measured on an H200.
+
+    Products of float32 are exact to float32; 16-bit ones join in bf16x3.
+    """
     if dtype == torch.float32:
         # products on the scalar units keep whole rows of both operands: small tiles, or they spill
         return Tiles(
@@ -58,10 +74,10 @@ def tiles(dtype: torch.dtype, key_width: int, value_width: int, windowed: bool =
             tail_warps=8,
             linked_key=64,
         )
-    wide = key_width > 128
-    return Tiles(
+    wide, narrow = key_width > 128, max(key_width, value_width) <= 64
+    used = Tiles(
         chunk=chunk_size,
-        columns=min(16 if wide else 32 if key_width > 64 or windowed else 64, power_of_two(value_width)),
+        columns=min(16 if wide else 64 if narrow else 32, power_of_two(value_width)),
         solve_precision=3,
         solve_warps=2,
         # Never 8 warps and never a single stage in the scans: Triton 3.6 then lets keys of 128 read beyond shared
@@ -71,11 +87,17 @@ def tiles(dtype: torch.dtype, key_width: int, value_width: int, windowed: bool =
         gradient_warps=8,
         tail_warps=8 if key_width > 64 else 4,
     )
+    if not narrow:
+        return used
+    used = used._replace(gradient_parts=1, gradient_columns=64, gradient_keys=64, gradient_warps=4)
+    if window > LONG_SPAN:
+        return used._replace(spanned=1, columns=16, carry_rows=16)
+    return used._replace(spanned=int(window > 0))
 
 
-def candidates(dtype: torch.dtype, key_width: int, value_width: int, windowed: bool = False) -> list[Tiles]:
+def candidates(dtype: torch.dtype, key_width: int, value_width: int, window: int = 0) -> list[Tiles]:
     """Configurations worth timing, the one in use first; a test runs each of them."""
-    used = tiles(dtype, key_width, value_width, windowed)
+    used = tiles(dtype, key_width, value_width, window)
     if dtype == torch.float32:
         changes: list[dict[str, int]] = [{}, {"chunk": 16}, {"gradient_warps": 8, "solve_warps": 8}]
     else:
@@ -88,9 +110,14 @@ def candidates(dtype: torch.dtype, key_width: int, value_width: int, windowed: b
             {"scan_stages": 3, "reverse_stages": 3, "tail_warps": 8},
             {"gradient_warps": 4, "solve_warps": 4},
             {"gradient_columns": 64, "gradient_keys": 64, "solve_warps": 8, "link_warps": 4},
+            {"gradient_columns": 32, "gradient_keys": 32, "gradient_warps": 8},
+            {"gradient_parts": 1 - used.gradient_parts},
+            {"gradient_warps": 8, "gradient_registers": 128},
             {"chunk": 32},
             {"solve_precision": 1},
         ]
+        if used.spanned:
+            changes += [{"spanned": 0, "columns": 32}, {"carry_rows": 32, "columns": 32}]
     found = [used._replace(**change) for change in changes]
     return list(dict.fromkeys(found))
 
@@ -133,6 +160,11 @@ def segment_chunks(
     return min(max(8, ceil(chunks, segments)), longest)
 
 
+def span_tokens(window: int, chunk: int) -> int:
+    """Tokens of a span: one window block, or as many whole blocks as a chunk holds."""
+    return max(1, chunk // window) * window
+
+
 class Layout(NamedTuple):
     """Tables on the device; every row is four int32."""
 
@@ -142,6 +174,7 @@ class Layout(NamedTuple):
     blocks: Tensor  # [blocks, 4] first and end of the chunks that start in a window block, its number, its sequence
     sequence_of: Tensor  # [chunks] the sequence of every chunk
     linked: bool  # states pass between segments of a sequence
+    of_spans: Tensor | None = None  # [chunks, 5] as chunks, and 1 if a span lies before the chunk's
 
 
 def spans(batch: int, tokens: int, bounds: tuple[int, ...]) -> list[tuple[int, int, int]]:
@@ -162,10 +195,51 @@ def counts(batch: int, tokens: int, bounds: list[int], window: int, segment_of: 
     """The sizes of a layout, without making tables (shapes of buffers)."""
     sizes = segment_of[-1]
     lengths = [b - a for a, b in pairwise(bounds)] or [tokens] * batch
+    if window and sizes.spanned:
+        span = span_tokens(window, sizes.chunk)
+        chunks = sum(n // span * ceil(span, sizes.chunk) + ceil(n % span, sizes.chunk) for n in lengths)
+        return Counts(chunks, sum(ceil(n, span) for n in lengths), ceil(span, sizes.chunk), False)
     per = [ceil(length, sizes.chunk) for length in lengths]
     each = segment_chunks(sum(per), max(per), *segment_of, window)
     segments = sum(ceil(n, each) for n in per)
     return Counts(sum(per), segments, each, segments > len(per) and not block_chunks(window, sizes.chunk))
+
+
+@functools.lru_cache(maxsize=32)
+def span_layout(
+    batch: int, tokens: int, bounds: tuple[int, ...], window: int, chunk: int, device: torch.device
+) -> Layout:
+    """Tables for spans: chunks name their span's start and end as their sequence's; segments are the spans.
+
+    A segment's last entry adds 1 if a span lies before it in its sequence, 2 if one lies behind, 4 if the last token's
+    window may reach tokens of it that are not of the last token's block.
+    """
+    span = span_tokens(window, chunk)
+    chunks, segments, sequences = [], [], []
+    n_chunks = n_segments = 0
+    for number, (row, start, end) in enumerate(spans(batch, tokens, bounds)):
+        first = torch.arange(start, end, span)
+        last = (first + span).clamp(max=end)
+        own = (last - first + chunk - 1) // chunk
+        high = own.cumsum(0) + n_chunks
+        behind = torch.arange(len(first) - 1, -1, -1)
+        reached = (behind == 1) | ((behind == 0) & (window <= chunk // 2))
+        flags = (first > start).long() + 2 * (behind > 0) + 4 * reached
+        segments.append(torch.stack([high - own, high, torch.full_like(first, number), flags], 1))
+        of_span = torch.repeat_interleave(torch.arange(len(first)), own)
+        within = torch.arange(n_chunks, n_chunks + int(own.sum())) - (high - own)[of_span]
+        at = first[of_span] + within * chunk
+        chunks.append(torch.stack([torch.full_like(at, row), at, first[of_span], last[of_span]], 1))
+        sequences.append((n_segments, n_segments + len(first), n_chunks, n_chunks + int(own.sum())))
+        n_chunks, n_segments = n_chunks + int(own.sum()), n_segments + len(first)
+
+    def table(rows: list[Tensor]) -> Tensor:
+        return torch.cat(rows).to(torch.int32).to(device)
+
+    none = torch.zeros(0, 4, dtype=torch.int32, device=device)
+    rows = torch.tensor(sequences, dtype=torch.int32).to(device)
+    flagged = torch.cat([torch.cat([x, (x[:, 2:3] > x[0, 1]).long()], 1) for x in chunks]).to(torch.int32).to(device)
+    return Layout(table(chunks), table(segments), rows, none, none[:, 0], False, flagged)
 
 
 @functools.lru_cache(maxsize=32)

@@ -17,7 +17,7 @@ from transformer_lens.hook_points import HookPoint
 from kernels.operands import Impl, default_impl
 from models.cache import Cache
 from models.generate import generate
-from models.huggingface import attention, swaps
+from models.huggingface import attention, norms, swaps
 from models.huggingface.block import skipped
 from models.huggingface.build import bound, described
 from models.huggingface.continuation import cache_is_exact, continued
@@ -50,6 +50,7 @@ class HuggingFaceLM(HookedRootModule):
         swaps.refuse_attached(hf)
         self._plain = str(hf.config._attn_implementation)
         hf.set_attn_implementation(attention.register())
+        norms.fuse(hf)
         blocks, layers = bound(hf, self._layers)
         self._layers = tuple(layers)
         self.blocks = nn.ModuleList(blocks)
