@@ -77,7 +77,8 @@ class Plan:
         self.n_pairs = config.pairs or (study.GPU_PAIRS if self.on_gpu else study.CPU_PAIRS)
         samples = study.GPU_SAMPLES if self.on_gpu else study.CPU_SAMPLES
         self.n_samples = samples if config.samples is None else config.samples
-        self.checkpoints = {name: usable(path, config.impl, "prompts") for name, path in named(config.paths).items()}
+        found, trusted = named(config.paths), config.trust_remote_code
+        self.checkpoints = {name: usable(path, config.impl, "prompts", trusted) for name, path in found.items()}
         self.dtypes = {name: working_dtype(c, config.dtype, self.on_gpu) for name, c in self.checkpoints.items()}
         self.lengths = {name: self._length(checkpoint) for name, checkpoint in self.checkpoints.items()}
         self._made: dict[tuple[str, int], tuple[ValueSwaps, ProbingPrompts | None]] = {}
@@ -138,7 +139,7 @@ class Plan:
         probed = {name: self._prompts(name)[1] for name in self.checkpoints}
         return provenance.configuration(
             self.config,
-            exclude=("out", "overwrite", "paths", "device", "pairs", "samples", "length"),
+            exclude=(*provenance.RUN_FIELDS, "paths", "device", "pairs", "samples", "length"),
             n_pairs=self.n_pairs,
             n_samples=self.n_samples,
             lengths=self.lengths,
@@ -148,6 +149,7 @@ class Plan:
             resolved_dtype=self.dtypes,
             resolved_impl={name: self.impl(name) for name in self.checkpoints},
             device_type=self.device.type,
+            **provenance.trusted_code(self.config.trust_remote_code, {n: c.path for n, c in self.checkpoints.items()}),
         )
 
     def attributes(self) -> dict[str, Any]:
@@ -188,9 +190,12 @@ class Plan:
     @functools.lru_cache(maxsize=1)  # noqa: B019 (one plan a process)
     def _model(self, name: str, weights: str) -> Any:
         path, dtype = self.checkpoints[name].path, DTYPES[self.dtypes[name]]
+        impl, trusted = self.config.impl, self.config.trust_remote_code
         if weights == TRAINED:
-            return models.load(path, device=self.device, dtype=dtype, impl=self.config.impl)
-        return untrained(path, seed=self.config.seed, device=self.device, dtype=dtype, impl=self.config.impl)
+            return models.load(path, self.device, dtype, impl, trust_remote_code=trusted)
+        return untrained(
+            path, seed=self.config.seed, device=self.device, dtype=dtype, impl=impl, trust_remote_code=trusted
+        )
 
     def _batch(self, name: str, tokens: dict[str, int]) -> int:
         return max(1, tokens[self.device.type] // self.lengths[name])

@@ -61,14 +61,12 @@ def is_hybrid_lm(path: Path) -> bool:
     return fields.get("format") == FORMAT or is_released(fields)
 
 
-def describe(path: Path) -> Checkpoint:
+def describe(path: Path, trust_remote_code: bool = False) -> Checkpoint:
     """Configuration, tokenizer and headers of what models.load takes; CheckpointError for a damaged directory."""
     if is_hybrid_lm(path):
-        model = models.load(path, device="meta")
+        model = models.load(path, device="meta", trust_remote_code=trust_remote_code)
         dtype = str(model.dtype).removeprefix("torch.")
         return Checkpoint(path, True, model.config.context_length, model.tokenizer, dtype, model.layers)
-    from models.huggingface.tokenizer import load_tokenizer
-
     if gguf_file(path) is not None:  # quantised weights, which load as float32 or as asked
         model = models.load(path, device="meta")
         return Checkpoint(
@@ -84,14 +82,14 @@ def describe(path: Path) -> Checkpoint:
     scan(path)
     found = [part.get(key) for part in (fields, text) for key in ("dtype", "torch_dtype")]
     stored = next((str(value).removeprefix("torch.") for value in found if value), None)
-    layers = models.load(path, device="meta").layers
-    return Checkpoint(path, False, text.get("max_position_embeddings"), load_tokenizer(path), stored, layers)
+    model = models.load(path, device="meta", trust_remote_code=trust_remote_code)
+    return Checkpoint(path, False, text.get("max_position_embeddings"), model.tokenizer, stored, model.layers)
 
 
-def usable(path: Path, impl: str | None, needed_by: str) -> Checkpoint:
+def usable(path: Path, impl: str | None, needed_by: str, trust_remote_code: bool = False) -> Checkpoint:
     """The description of a checkpoint with a tokenizer, which `needed_by` need; InputError for one that has none, for
     an unknown --impl, and for any --impl of a Hugging Face directory."""
-    found = describe(path)
+    found = describe(path, trust_remote_code)
     if found.tokenizer is None:
         raise InputError(f"{path} has no tokenizer.json; {needed_by} need one")
     if impl is not None and not found.native:

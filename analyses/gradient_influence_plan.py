@@ -53,7 +53,8 @@ class Plan:
             raise InputError(f"--dtype is {config.dtype!r}; expected float32, bfloat16 or float16")
         self.score: Score = config.resolved("score") or "log_prob"
         self.n_targets = config.resolved("n_targets") or N_TARGETS
-        self.checkpoints = {name: usable(path, config.impl, "texts") for name, path in named(config.paths).items()}
+        found, trusted = named(config.paths), config.trust_remote_code
+        self.checkpoints = {name: usable(path, config.impl, "texts", trusted) for name, path in found.items()}
         self.dtypes = {name: working_dtype(c, config.dtype, self.on_gpu) for name, c in self.checkpoints.items()}
         self.lengths = {name: self._length(checkpoint) for name, checkpoint in self.checkpoints.items()}
         read = texts.read_texts(config.texts)
@@ -128,6 +129,7 @@ class Plan:
             resolved_dtype=self.dtype,
             resolved_impl={name: self.impl(name) for name in self.checkpoints},
             device_type=self.device.type,
+            **provenance.trusted_code(self.config.trust_remote_code, {n: c.path for n, c in self.checkpoints.items()}),
         )
 
     def attributes(self) -> dict[str, Any]:
@@ -219,7 +221,8 @@ class Plan:
         if self._loaded is None or self._loaded[0] != (name, dtype):
             self._loaded = None
             path = self.checkpoints[name].path
-            found = models.load(path, device=self.device, dtype=DTYPES[dtype], impl=self.config.impl)
+            impl, trusted = self.config.impl, self.config.trust_remote_code
+            found = models.load(path, self.device, DTYPES[dtype], impl, trust_remote_code=trusted)
             self._loaded = ((name, dtype), found)
         return self._loaded[1]
 

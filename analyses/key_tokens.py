@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from models import command_line
+from models.command_line import Flag
 
 if TYPE_CHECKING:
     from probes.long_ppl import KeyTokens
@@ -45,6 +46,8 @@ class Config:
     """Windows per forward."""
     device: str | None = None
     """cpu, cuda, ...; default: CUDA if there is one."""
+    trust_remote_code: Flag = False
+    """Run the Python files that a Hugging Face directory brings for its model or tokenizer; read them first."""
     overwrite: bool = False
     """Replace files that were made with other settings."""
 
@@ -62,7 +65,7 @@ def run(config: Config) -> dict[str, KeyTokens]:
     results = {path.stem: _finished(config, name, path.stem, read_text(path)) for path in paths}
     todo = [path for path in paths if results[path.stem] is None]
     if todo:
-        evaluator = models.load(config.evaluator, device=config.device)
+        evaluator = models.load(config.evaluator, config.device, trust_remote_code=config.trust_remote_code)
         config.out.mkdir(parents=True, exist_ok=True)
     for path in todo:
         started = time.perf_counter()

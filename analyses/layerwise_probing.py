@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from analyses.command import planned, show
 from models import command_line
+from models.command_line import Flag, check_least, shown
 from models.errors import InputError
 
 if TYPE_CHECKING:
@@ -42,74 +44,67 @@ PRESETS: dict[str, dict[str, Any]] = {
         "classifier": "one-vs-rest", "test_size": 0.2,
     },
 }  # fmt: skip
-Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
-
-
-def _shown(metavar: str) -> Any:
-    """How --help names a value whose default the description tells, since it depends on the checkpoint or device."""
-    return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
 
 
 @dataclass(frozen=True)
 class Config:
     """Probe the residual stream after every layer for the class of the needle."""
 
-    paths: Annotated[tuple[Path, ...], tyro.conf.Positional, _shown("PATH [PATH ...]")]
+    paths: Annotated[tuple[Path, ...], tyro.conf.Positional, shown("PATH [PATH ...]")]
     """Checkpoint directories, native or Hugging Face, or directories of them (architectures, steps of a run)."""
     out: Path = Path("results/layerwise_probing.h5")
     """The result (HDF5). A finished one of the same configuration is printed again, another is kept."""
-    preset: Annotated[Literal["paper"] | None, _shown("paper")] = None
+    preset: Annotated[Literal["paper"] | None, shown("paper")] = None
     """paper: 10,000 samples, 8 hard classes, repeat, one-vs-rest, C 0.1, a fifth held out; options given beside it win.
     Hard values share their first digits: where the tokenizer makes these tokens of their own they are given
     (--after-shared), else the last prompt token is probed, as in the released scripts."""
-    samples: Annotated[int | None, _shown("N")] = None
+    samples: Annotated[int | None, shown("N")] = None
     """Prompts of each haystack; default: 160 on a CPU, 2000 on a GPU."""
-    length: Annotated[int | None, _shown("T")] = None
+    length: Annotated[int | None, shown("T")] = None
     """Tokens given, the probed one last; default: the training length, on a CPU at most 256."""
-    haystack: Annotated[tuple[Literal["repeat", "essay", "noise"], ...] | None, _shown("NAME [NAME ...]")] = None
+    haystack: Annotated[tuple[Literal["repeat", "essay", "noise"], ...] | None, shown("NAME [NAME ...]")] = None
     """Text round the needle: repeat, essay, noise; default: repeat and noise, on a GPU all three."""
-    texts: Annotated[tuple[Path, ...] | None, _shown("TEXTS [TEXTS ...]")] = None
+    texts: Annotated[tuple[Path, ...] | None, shown("TEXTS [TEXTS ...]")] = None
     """Texts for essay: .txt, .jsonl or folders of them; default: a presidential message of 1905."""
-    values: Annotated[Literal["easy", "hard"] | None, _shown("easy|hard")] = None
+    values: Annotated[Literal["easy", "hard"] | None, shown("easy|hard")] = None
     """Needle values: easy (differ in the first digit, the default) or hard (in the last)."""
-    classes: Annotated[int | None, _shown("N")] = None
+    classes: Annotated[int | None, shown("N")] = None
     """How many of them, 2 to 8; default: 8."""
     after_shared: Flag = False
     """Give the answer tokens that all values share, and probe the last of them instead of the last prompt token."""
-    depth: Annotated[tuple[float, ...] | None, _shown("SHARE [SHARE ...]")] = None
+    depth: Annotated[tuple[float, ...] | None, shown("SHARE [SHARE ...]")] = None
     """Shares of the haystack in front of the needle, crossed with the classes; default: drawn uniformly."""
     form: Literal["single", "multi_key"] = "single"
     """multi_key: further needles with other keys, whose values are no class."""
     distractors: int = 3
     """Of these, in multi_key."""
-    controls: Annotated[tuple[Control, ...], _shown("NAME [NAME ...]")] = CONTROLS
+    controls: Annotated[tuple[Control, ...], shown("NAME [NAME ...]")] = CONTROLS
     """shuffled labels; random: the same architecture untrained; null: noise without the needle. Default: all."""
-    classifier: Annotated[Literal["multinomial", "one-vs-rest"] | None, _shown("multinomial|one-vs-rest")] = None
+    classifier: Annotated[Literal["multinomial", "one-vs-rest"] | None, shown("multinomial|one-vs-rest")] = None
     """Logistic regression; default: multinomial. one-vs-rest has liblinear's objective."""
-    C: Annotated[float | None, _shown("C")] = None
+    C: Annotated[float | None, shown("C")] = None
     """Inverse strength of its L2 penalty; default: 0.1."""
-    test_size: Annotated[float | None, _shown("SHARE")] = None
+    test_size: Annotated[float | None, shown("SHARE")] = None
     """Share of the prompts that is held out; default: 0.5 on a CPU, 0.2 on a GPU."""
     whole_prompts: Flag = False
     """Compute every prompt whole, also where prompts of a haystack begin alike (repeat)."""
     keep_features: Flag = False
     """Store the features too: samples x (2 layers + 1) x width numbers for every model and haystack."""
-    device: Annotated[str | None, _shown("DEVICE")] = None
+    device: Annotated[str | None, shown("DEVICE")] = None
     """cpu or cuda; default: a GPU if there is one."""
-    dtype: Annotated[str | None, _shown("DTYPE")] = None
+    dtype: Annotated[str | None, shown("DTYPE")] = None
     """float32, bfloat16 or float16; default: float32 on a CPU, the stored one on a GPU. Features are float32."""
-    impl: Annotated[str | None, _shown("IMPL")] = None
+    impl: Annotated[str | None, shown("IMPL")] = None
     """Who computes the kernels of a native checkpoint; default: the device's."""
+    trust_remote_code: Flag = False
+    """Run the Python files that a Hugging Face directory brings for its model or tokenizer; read them first."""
     seed: int = 42
     """Of prompts, split, shuffled labels, random weights and bootstrap."""
     overwrite: Flag = False
     """Replace a result of another configuration."""
 
     def __post_init__(self) -> None:
-        for name, least in (("samples", 4), ("length", 2), ("classes", 2), ("seed", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise InputError(f"--{name} is {value}; expected {least} or more")
+        check_least(self, samples=4, length=2, classes=2, seed=0)
         if self.classes is not None and self.classes > CLASSES:
             raise InputError(f"--classes is {self.classes}; the value sets have {CLASSES}")
         if self.distractors < 1:
@@ -136,33 +131,18 @@ def layerwise_probing(config: Config) -> Result:
     there, unless kept. Groups NAME (layers) and NAME/HAYSTACK, NAME/null: per-sample predictions of every control,
     accuracies, gains, and the share of the gain. Raises InputError before any model runs.
     """
-    from analyses import distributed
     from analyses.layerwise_probing_plan import Plan
     from analyses.layerwise_probing_summary import join
     from analyses.units import run_stages
 
-    with distributed.session() as ranks:
-        plan = Plan(config, ranks.device)
-        return run_stages(
-            plan.stages,
-            lambda parts, load: join(plan, parts, load),
-            target=config.out,
-            analysis=ANALYSIS,
-            config=plan.identity(),
-            attributes=plan.attributes,
-            overwrite=config.overwrite,
-            ranks=ranks,
-        )
+    with planned(Plan, config, ANALYSIS) as (plan, common):
+        return run_stages(plan.stages, lambda parts, load: join(plan, parts, load), **common)
 
 
 def main(config: Config) -> None:
-    from analyses.distributed import is_first
     from analyses.layerwise_probing_table import table
 
-    result = layerwise_probing(config)
-    if is_first():
-        print(table(result))
-        print(config.out)
+    show(layerwise_probing(config), table, config.out)
 
 
 if __name__ == "__main__":

@@ -80,7 +80,8 @@ class Plan:
         if config.texts is not None and "essay" not in self.haystacks:
             raise InputError(f"--texts is given, but --haystack is {' '.join(self.haystacks)}; add essay")
         self.documents = {t.name: t.content for t in texts.read_texts(config.texts)} if config.texts else None
-        self.checkpoints = {name: usable(path, config.impl, "prompts") for name, path in named(config.paths).items()}
+        found, trusted = named(config.paths), config.trust_remote_code
+        self.checkpoints = {name: usable(path, config.impl, "prompts", trusted) for name, path in found.items()}
         self.dtypes = {name: working_dtype(c, config.dtype, self.on_gpu) for name, c in self.checkpoints.items()}
         self.lengths = {name: self._length(checkpoint) for name, checkpoint in self.checkpoints.items()}
         self._made: dict[tuple[str, str, int], ProbingPrompts] = {}
@@ -140,7 +141,7 @@ class Plan:
                     "test_size")  # fmt: skip
         return provenance.configuration(
             self.config,
-            exclude=("out", "overwrite", "paths", "device", "texts", *resolved),
+            exclude=(*provenance.RUN_FIELDS, "paths", "device", "texts", *resolved),
             samples=self.n,
             lengths=self.lengths,
             haystacks=self.haystacks,
@@ -154,6 +155,7 @@ class Plan:
             resolved_dtype=self.dtype,
             resolved_impl={name: self.impl(name) for name in self.checkpoints},
             device_type=self.device.type,
+            **provenance.trusted_code(self.config.trust_remote_code, {n: c.path for n, c in self.checkpoints.items()}),
         )
 
     def attributes(self) -> dict[str, Any]:
@@ -186,8 +188,9 @@ class Plan:
         found = {}
         for name, checkpoint in self.checkpoints.items():
             shape = read_json(checkpoint.path / "config.json")
+            code = provenance.trusted_code(self.config.trust_remote_code, {"code": checkpoint.path})
             key = provenance.canonical(
-                [shape, checkpoint.tokenizer.sha256, self.dtypes[name], self.lengths[name]]
+                [shape, code, checkpoint.tokenizer.sha256, self.dtypes[name], self.lengths[name]]
             )  # fmt: skip
             found[name] = first.setdefault(key, name)
         return found
@@ -237,9 +240,12 @@ class Plan:
     @functools.lru_cache(maxsize=1)  # noqa: B019 (one plan a process)
     def _model(self, name: str, weights: str) -> Any:
         path, dtype = self.checkpoints[name].path, DTYPES[self.dtypes[name]]
+        impl, trusted = self.config.impl, self.config.trust_remote_code
         if weights == TRAINED:
-            return models.load(path, device=self.device, dtype=dtype, impl=self.config.impl)
-        return untrained(path, seed=self.config.seed, device=self.device, dtype=dtype, impl=self.config.impl)
+            return models.load(path, self.device, dtype, impl, trust_remote_code=trusted)
+        return untrained(
+            path, seed=self.config.seed, device=self.device, dtype=dtype, impl=impl, trust_remote_code=trusted
+        )
 
     def _fit(self, unit: Fitting, load: Callable[[str], Dataset]) -> Dataset:
         weights = RANDOM_WEIGHTS if unit.control == RANDOM_WEIGHTS else TRAINED

@@ -18,7 +18,7 @@ from models.errors import InputError
 
 PROJECT = "hybridscope"
 PACKAGES = (PROJECT, "torch", "numpy", "h5py", "transformers", "transformer-lens", "triton")
-RUN_FIELDS = ("out", "overwrite", "debug")  # fields of a Config that do not change the data
+RUN_FIELDS = ("out", "overwrite", "debug", "trust_remote_code")  # of a Config, not changing data; but see trusted_code
 HASHED = (
     "config.json", "tokenizer.json", "tokenizer_config.json", "*.safetensors", "*.safetensors.index.json", "*.gguf",
 )  # fmt: skip
@@ -104,13 +104,20 @@ def checkpoint_sha256(folder: Path | str) -> str:
     records do not count.
     """
     folder = Path(folder)
-    names = sorted({path.name for pattern in HASHED for path in folder.glob(pattern) if path.is_file()})
+    names = _names(folder, HASHED)
     if not any(name.endswith((".safetensors", ".gguf")) for name in names):
         found = "no such folder" if not folder.exists() else "a folder without *.safetensors"
         found = "a file" if folder.is_file() else found
         raise InputError(f"{folder}: {found}; give a checkpoint folder with config.json and *.safetensors")
-    lines = "".join(f"{_file_sha256(folder / name)}  {name}\n" for name in names)
-    return hashlib.sha256(lines.encode()).hexdigest()
+    return _listing_sha256(folder, names)
+
+
+def trusted_code(trusted: bool, checkpoints: Mapping[str, Path]) -> dict[str, dict[str, str]]:
+    """remote_code_sha256={name: sha256 of its Python files, as checkpoint_sha256} for `configuration` of a run with
+    --trust-remote-code; {} without the flag or such files, so that results of before are still the same run's."""
+    found = {name: _names(path, ("**/*.py",)) for name, path in checkpoints.items()} if trusted else {}
+    hashes = {name: _listing_sha256(checkpoints[name], files) for name, files in found.items() if files}
+    return {"remote_code_sha256": hashes} if hashes else {}
 
 
 def now() -> str:
@@ -165,6 +172,17 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "absent"
+
+
+def _names(folder: Path, patterns: Iterable[str]) -> list[str]:
+    """The files of a folder, relative to it, in byte order."""
+    found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    return sorted(path.relative_to(folder).as_posix() for path in found)
+
+
+def _listing_sha256(folder: Path, names: Iterable[str]) -> str:
+    lines = "".join(f"{_file_sha256(folder / name)}  {name}\n" for name in names)
+    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def _file_sha256(path: Path) -> str:

@@ -12,7 +12,13 @@ from analyses.checkpoints import is_hybrid_lm
 
 
 def untrained(
-    path: Path, *, seed: int, device: torch.device, dtype: torch.dtype | None, impl: str | None = None
+    path: Path,
+    *,
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    impl: str | None = None,
+    trust_remote_code: bool = False,
 ) -> Any:
     """HybridLM(config), or the family's own class built from the configuration of a Hugging Face directory.
 
@@ -26,7 +32,7 @@ def untrained(
         else:
             from models.huggingface import HuggingFaceLM
 
-            trained = models.load(path, device="cpu")
+            trained = models.load(path, device="cpu", trust_remote_code=trust_remote_code)
             torch.manual_seed(seed)
             model = HuggingFaceLM(type(trained.hf)(trained.hf.config).eval(), trained.tokenizer, trained.name)
     return model.to(device=device, dtype=dtype).eval().requires_grad_(False)

@@ -62,11 +62,10 @@ class Plan:
 
     def _look_at(self, name: str, path: Path) -> None:
         """Refuses what cannot be studied; keeps shapes without weights, and one tokenizer where several are equal."""
-        described = usable(path, self.config.impl, "documents and prompts")
-        model = models.load(path, device="meta", impl=self.config.impl)
+        described = usable(path, self.config.impl, "documents and prompts", self.config.trust_remote_code)
         if described.context is None:
             raise InputError(f"{path}: config.json names no context length (max_position_embeddings)")
-        self.layers[name], self.contexts[name] = model.layers, described.context
+        self.layers[name], self.contexts[name] = described.layers, described.context
         self.trained[name] = self.config.context or described.context
         alike = {tokenizer.sha256: tokenizer for tokenizer in self.tokenizers.values()}
         own = described.tokenizer
@@ -126,7 +125,7 @@ class Plan:
         """What decides the data: settings as resolved, content of checkpoints and texts; not where files lie."""
         return provenance.configuration(
             self.config,
-            exclude=("out", "overwrite", "paths", "device", "texts", "key_tokens", "calibration"),
+            exclude=(*provenance.RUN_FIELDS, "paths", "device", "texts", "key_tokens", "calibration"),
             checkpoints={name: provenance.checkpoint_sha256(path) for name, path in self.paths.items()},
             document_names=[document.name for document in self.documents],
             document_sha256=[document.sha256 for document in self.documents],
@@ -138,6 +137,17 @@ class Plan:
             resolved_dtype=self.dtype,
             resolved_impl=self.impl,
             device_type=self.device.type,
+            **provenance.trusted_code(self.config.trust_remote_code, self.paths),
+        )
+
+    def attributes(self) -> dict[str, Any]:
+        return provenance.run_attributes(
+            checkpoints=self.paths,
+            layer_kinds={name: [layer.kind for layer in self.layers[name]] for name in self.paths},
+            kernel_impl=self.impl,
+            dtype=self.dtype,
+            device=self.device_name,
+            seed=self.config.seed,
         )
 
     def measured(self, name: str) -> list[Condition]:
@@ -203,7 +213,8 @@ class Plan:
 
     @functools.lru_cache(maxsize=1)  # noqa: B019 (one plan a process)
     def model(self, name: str) -> Any:
-        return models.load(self.paths[name], device=self.device, dtype=DTYPES[self.config.dtype], impl=self.config.impl)
+        dtype, trusted = DTYPES[self.config.dtype], self.config.trust_remote_code
+        return models.load(self.paths[name], self.device, dtype, self.config.impl, trust_remote_code=trusted)
 
     @functools.lru_cache(maxsize=1)  # noqa: B019 (one plan a process)
     def _means(self, name: str, condition: Condition) -> Any:

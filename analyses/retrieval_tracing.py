@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from analyses.command import planned, show
 from models import command_line
+from models.command_line import Flag, check_least, shown
 from models.errors import InputError
 
 if TYPE_CHECKING:
@@ -31,43 +33,37 @@ CPU_CHOOSING, GPU_CHOOSING = 8, 64
 CPU_TRACING, GPU_TRACING = 16, 128
 CPU_LENGTH, FOREIGN_LENGTH = 512, 4096  # of prompts; Hugging Face models may take far longer ones
 CPU_DRAWS, GPU_DRAWS = 6, 32
-Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 Marks = Annotated[tuple[float, ...], tyro.conf.arg(metavar="X [X ...]")]
-
-
-def _shown(metavar: str) -> Any:
-    """How --help names a value whose default the description tells, since it depends on the checkpoint or device."""
-    return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
 
 
 @dataclass(frozen=True)
 class Config:
     """Find retrieval heads on the last checkpoint of each run and follow them back through all of them."""
 
-    paths: Annotated[tuple[Path, ...], tyro.conf.Positional, _shown("RUN [RUN ...]")]
+    paths: Annotated[tuple[Path, ...], tyro.conf.Positional, shown("RUN [RUN ...]")]
     """Runs: directories with the checkpoints of one training run (step_XXXXXXXX/ each), or single checkpoints, native
     or of Hugging Face."""
     out: Path = Path("results/retrieval_tracing.h5")
     """The result (HDF5). A finished one of the same configuration is printed again, another is kept."""
-    preset: Annotated[Literal["released"] | None, _shown("released")] = None
+    preset: Annotated[Literal["released"] | None, shown("released")] = None
     """released: heads as in the released script: the four with most mass from the last but one token of the prompt.
     Prompts end just before the value, so that token does not yet predict it (the default, --query -1, does)."""
-    top: Annotated[int | None, _shown("K")] = None
+    top: Annotated[int | None, shown("K")] = None
     """Heads to follow, those with the largest mean mass; default: 4."""
-    threshold: Annotated[float | None, _shown("MASS")] = None
+    threshold: Annotated[float | None, shown("MASS")] = None
     """Follow all heads with at least this mean mass instead."""
-    query: Annotated[int | None, _shown("POSITION")] = None
+    query: Annotated[int | None, shown("POSITION")] = None
     """Whose attention counts as mass, from the prompt's end; default: -1, which predicts the first value token."""
-    choosing: Annotated[int | None, _shown("N")] = None
+    choosing: Annotated[int | None, shown("N")] = None
     """Prompts for choosing heads (and for their mean outputs); default: 8 on a CPU, 64 on a GPU."""
-    tracing: Annotated[int | None, _shown("N")] = None
+    tracing: Annotated[int | None, shown("N")] = None
     """Other prompts, for everything that is reported; default: 16 on a CPU, 128 on a GPU."""
-    length: Annotated[int | None, _shown("T")] = None
+    length: Annotated[int | None, shown("T")] = None
     """Tokens of a prompt with its answer; default: the training length, on a CPU at most 512, of a Hugging Face model
     at most 4096."""
     haystack: Literal["essay", "repeat", "noise"] = "essay"
     """Text round the needle."""
-    prompts: Annotated[Path | None, _shown("FILE.npz")] = None
+    prompts: Annotated[Path | None, shown("FILE.npz")] = None
     """Own prompts instead: ids [N, T] with the answer last, value [N, 2] and answer [N, 2], token ranges [first, stop).
     The first ones choose, the rest are traced; default: a third chooses."""
     accuracy_marks: Marks = (0.1, 0.5, 0.9)
@@ -78,26 +74,25 @@ class Config:
     """Marks for normalised entropy; crossed downwards."""
     distance_marks: Marks = (1.0, 0.5, 0.25)
     """Marks for the Q/K distance from the last checkpoint; crossed downwards (by construction all are, in the end)."""
-    draws: Annotated[int | None, _shown("N")] = None
+    draws: Annotated[int | None, shown("N")] = None
     """Random pairs of heads ablated beside the top two; default: 6 on a CPU, 32 on a GPU."""
     no_ablation: Flag = False
     """Leave out the causal check, for which all tracing prompts go through the layers from every head's on."""
-    device: Annotated[str | None, _shown("DEVICE")] = None
+    device: Annotated[str | None, shown("DEVICE")] = None
     """cpu or cuda; default: a GPU if there is one."""
-    dtype: Annotated[str | None, _shown("DTYPE")] = None
+    dtype: Annotated[str | None, shown("DTYPE")] = None
     """float32, bfloat16 or float16; default: float32 on a CPU, the stored one on a GPU. Attention rows are float32."""
-    impl: Annotated[str | None, _shown("IMPL")] = None
+    impl: Annotated[str | None, shown("IMPL")] = None
     """Who computes the kernels; default: the device's."""
+    trust_remote_code: Flag = False
+    """Run the Python files that a Hugging Face directory brings for its model or tokenizer; read them first."""
     seed: int = 0
     """Of prompts, random pairs and bootstrap."""
     overwrite: Flag = False
     """Replace a result of another configuration."""
 
     def __post_init__(self) -> None:
-        for name, least in (("top", 1), ("choosing", 1), ("tracing", 1), ("length", 8), ("draws", 0), ("seed", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise InputError(f"--{name} is {value}; expected {least} or more")
+        check_least(self, top=1, choosing=1, tracing=1, length=8, draws=0, seed=0)
         if self.threshold is not None and not 0 < self.threshold <= 1:
             raise InputError(f"--threshold is {self.threshold}; expected a mass above 0, at most 1")
         if self.threshold is not None and self.top is not None:
@@ -125,33 +120,18 @@ def retrieval_tracing(config: Config) -> Result:
     crossings), RUN/heads (checkpoint x layer x head), RUN/prompts (per-prompt values) and RUN/ablation. Raises
     InputError before any model runs.
     """
-    from analyses import distributed
     from analyses.retrieval_tracing_plan import Plan
     from analyses.retrieval_tracing_summary import join
     from analyses.units import run_stages
 
-    with distributed.session() as ranks:
-        plan = Plan(config, ranks.device)
-        return run_stages(
-            plan.stages,
-            lambda parts, load: join(plan, load),
-            target=config.out,
-            analysis=ANALYSIS,
-            config=plan.identity(),
-            attributes=plan.attributes,
-            overwrite=config.overwrite,
-            ranks=ranks,
-        )
+    with planned(Plan, config, ANALYSIS) as (plan, common):
+        return run_stages(plan.stages, lambda parts, load: join(plan, load), **common)
 
 
 def main(config: Config) -> None:
-    from analyses.distributed import is_first
     from analyses.retrieval_tracing_table import table
 
-    result = retrieval_tracing(config)
-    if is_first():
-        print(table(result))
-        print(config.out)
+    show(retrieval_tracing(config), table, config.out)
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ class Plan:
         self.device_name = torch.cuda.get_device_name(self.device) if self.on_gpu else "cpu"
         if config.dtype not in DTYPES:
             raise InputError(f"--dtype is {config.dtype!r}; expected float32, bfloat16 or float16")
-        self.runs = find_runs(config.paths)
+        self.runs = find_runs(config.paths, config.trust_remote_code)
         self.query, self.top = config.resolved_query(), config.resolved_top()
         self.draws = config.draws if config.draws is not None else self._default(study.CPU_DRAWS, study.GPU_DRAWS)
         for name, run in self.runs.items():
@@ -166,8 +166,8 @@ class Plan:
         """What decides the data: settings as resolved, content of checkpoints and prompts; not where files lie."""
         return provenance.configuration(
             self.config,
-            exclude=("out", "overwrite", "paths", "device", "prompts", "preset", "top", "query", "choosing", "tracing",
-                     "length", "draws"),
+            exclude=(*provenance.RUN_FIELDS, "paths", "device", "prompts", "preset", "top", "query", "choosing",
+                     "tracing", "length", "draws"),
             resolved_top=self.top,
             resolved_query=self.query,
             resolved_draws=self.draws,
@@ -176,20 +176,23 @@ class Plan:
             lengths={name: prompts.ids.shape[1] for name, prompts in self.prompts.items()},
             prompts_sha256={name: prompts.sha256 for name, prompts in self.prompts.items()},
             own_prompts=self.config.prompts is not None,
-            checkpoints={f"{name}/{checkpoint}": provenance.checkpoint_sha256(path)
-                         for name, run in self.runs.items() for checkpoint, path in run.checkpoints.items()},
+            checkpoints={name: provenance.checkpoint_sha256(path) for name, path in self._paths.items()},
             tokens={name: run.tokens for name, run in self.runs.items()},
             steps={name: run.steps for name, run in self.runs.items()},
             resolved_dtype={name: self.dtype(name) for name in self.runs},
             resolved_impl={name: self.impl(name) for name in self.runs},
             device_type=self.device.type,
+            **provenance.trusted_code(self.config.trust_remote_code, self._paths),
         )  # fmt: skip
 
+    @property
+    def _paths(self) -> dict[str, Path]:
+        return {f"{n}/{c}": path for n, run in self.runs.items() for c, path in run.checkpoints.items()}
+
     def attributes(self) -> dict[str, Any]:
-        checkpoints = {f"{n}/{c}": path for n, run in self.runs.items() for c, path in run.checkpoints.items()}
-        kinds = {name: [layer.kind for layer in self.layers(name.split("/")[0])] for name in checkpoints}
+        kinds = {name: [layer.kind for layer in self.layers(name.split("/")[0])] for name in self._paths}
         return provenance.run_attributes(
-            checkpoints=checkpoints,
+            checkpoints=self._paths,
             layer_kinds=kinds,
             kernel_impl=", ".join(dict.fromkeys(map(self.impl, self.runs))),
             dtype=", ".join(dict.fromkeys(map(self.dtype, self.runs))),
@@ -223,7 +226,8 @@ class Plan:
         path = self.runs[run].checkpoints[checkpoint]
         if self._loaded is None or self._loaded[0] != path:
             self._loaded = None
-            model = models.load(path, device=self.device, dtype=DTYPES[self.config.dtype], impl=self.config.impl)
+            dtype, trusted = DTYPES[self.config.dtype], self.config.trust_remote_code
+            model = models.load(path, self.device, dtype, self.config.impl, trust_remote_code=trusted)
             self._loaded = (path, model)
         return self._loaded[1]
 

@@ -34,7 +34,7 @@ class Run:
         return list(self.checkpoints)[-1]
 
 
-def find_runs(paths: Sequence[Path]) -> dict[str, Run]:
+def find_runs(paths: Sequence[Path], trust_remote_code: bool = False) -> dict[str, Run]:
     """{name: run}: the directory's name, with its parents' where two would be alike.
 
     Native checkpoints or Hugging Face directories; several of one run must say in training.json how many tokens each
@@ -51,10 +51,10 @@ def find_runs(paths: Sequence[Path]) -> dict[str, Run]:
     while len({place.parts[-depth:] for place in places}) < len(places):
         depth += 1
     names = {place: "_".join(place.parts[-depth:]).strip("/") for place in places}
-    return {names[place]: _run(names[place], given) for place, given in places.items()}
+    return {names[place]: _run(names[place], given, trust_remote_code) for place, given in places.items()}
 
 
-def _run(name: str, path: Path) -> Run:
+def _run(name: str, path: Path, trust_remote_code: bool) -> Run:
     found = models.find_checkpoints(path)
     shapes = {checkpoint.name: _shape(checkpoint) for checkpoint in found}
     first = shapes[found[0].name]
@@ -71,7 +71,7 @@ def _run(name: str, path: Path) -> Run:
         if training[one]["tokens"] == training[two]["tokens"]:
             tokens = int(training[one]["tokens"])
             raise InputError(f"{path}: {one.name} and {two.name} both have {tokens} tokens; keep one of them")
-    described = [describe(checkpoint) for checkpoint in ordered]
+    described = [describe(checkpoint, trust_remote_code) for checkpoint in ordered]
     return Run(
         name,
         {checkpoint.name: checkpoint for checkpoint in ordered},

@@ -13,35 +13,31 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from analyses.command import show
 from models import command_line
+from models.command_line import Flag, check_least, shown
 from models.errors import InputError
 
 if TYPE_CHECKING:
     from analyses.result import Result
 
 ANALYSIS = "scaling_law"
-Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
-
-
-def _shown(metavar: str) -> Any:
-    """How --help names a value whose default the description tells."""
-    return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
 
 
 @dataclass(frozen=True)
 class Config:
     """Fit L = a N^-alpha + b D^-beta, with and without a constant, to the points of tables or training runs."""
 
-    paths: Annotated[tuple[Path, ...], tyro.conf.Positional, _shown("PATH [PATH ...]")]
+    paths: Annotated[tuple[Path, ...], tyro.conf.Positional, shown("PATH [PATH ...]")]
     """Tables (TSV or CSV with columns n, d or d_over_n, loss or longppl; optional architecture, scale, run), runs of
     models.pretrain, or folders of runs."""
     out: Path = Path("results/scaling_law.h5")
     """The result (HDF5). A finished one of the same configuration is printed again, another is kept."""
-    loss_column: Annotated[str | None, _shown("NAME")] = None
+    loss_column: Annotated[str | None, shown("NAME")] = None
     """Column of the loss, where a table has several or another name."""
     perplexity: Flag = False
     """That column holds exp(loss), as in the released table; longppl and perplexity columns always do."""
@@ -49,9 +45,9 @@ class Config:
     """Of training runs, the final checkpoint only (the others have not seen the learning rate decay)."""
     min_tokens: str = "0"
     """Leave out points with fewer training tokens; K, M and B are 10^3, 10^6 and 10^9."""
-    alpha: Annotated[tuple[float, float] | None, _shown("LOW HIGH")] = None
+    alpha: Annotated[tuple[float, float] | None, shown("LOW HIGH")] = None
     """Bounds of alpha; default: none."""
-    beta: Annotated[tuple[float, float] | None, _shown("LOW HIGH")] = None
+    beta: Annotated[tuple[float, float] | None, shown("LOW HIGH")] = None
     """Bounds of beta; default: none."""
     released: Flag = False
     """Also the released fit (its starts, bounds and early stop), and the optimum under its bounds, for comparison."""
@@ -71,9 +67,7 @@ class Config:
     """Replace a result of another configuration."""
 
     def __post_init__(self) -> None:
-        for name in ("resamples", "joint_resamples"):
-            if getattr(self, name) < 1:
-                raise InputError(f"--{name.replace('_', '-')} is {getattr(self, name)}; expected 1 or more")
+        check_least(self, resamples=1, joint_resamples=1)
         if not 0 < self.level < 1:
             raise InputError(f"--level is {self.level}; expected a share between 0 and 1, such as 0.95")
         if not (math.isfinite(self.delta) and self.delta > 0):
@@ -110,9 +104,7 @@ def scaling_law(config: Config) -> Result:
 def main(config: Config) -> None:
     from analyses.scaling_law_summary import table
 
-    result = scaling_law(config)
-    print(table(result))
-    print(config.out)
+    show(scaling_law(config), table, config.out)
 
 
 if __name__ == "__main__":

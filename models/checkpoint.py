@@ -28,21 +28,24 @@ def load(
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
     impl: str | None = None,
+    *,
+    trust_remote_code: bool = False,
 ) -> Any:
     """A model in eval mode from a native, a released (models.released_formats) or a Hugging Face directory, offline.
 
     device None: CUDA if there is one, else CPU. dtype None: fp32 on CPU, the stored dtype on CUDA. Every tensor must be
     there, with its shape, and none besides; else CheckpointError (a ValueError) is raised before a weight is read.
+    trust_remote_code=True runs the Python files of a Hugging Face directory; one that needs them is refused without.
     """
     path = Path(path)
     device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     fields = {} if gguf_file(path) is not None else _config_fields(path)
     if fields.get("format") != FORMAT:
         if is_released(fields):
-            return _load_released(path, fields, device, dtype, impl)
+            return _load_released(path, fields, device, dtype, impl, trust_remote_code)
         from models.huggingface import load_huggingface
 
-        return load_huggingface(path, device=device, dtype=dtype)
+        return load_huggingface(path, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     config = _config(path, fields)
     with torch.device("meta"):
         model = HybridLM(config, impl=impl)
@@ -154,7 +157,12 @@ def _tokenizer(path: Path, config: HybridConfig) -> Tokenizer | None:
 
 
 def _load_released(
-    path: Path, fields: dict[str, Any], device: torch.device, dtype: torch.dtype | None, impl: str | None
+    path: Path,
+    fields: dict[str, Any],
+    device: torch.device,
+    dtype: torch.dtype | None,
+    impl: str | None,
+    trust_remote_code: bool,
 ) -> HybridLM:
     """A released checkpoint as a native model, with the format's name as `source_format`.
 
@@ -176,7 +184,7 @@ def _load_released(
     model.source_format = reading.format
     from models.huggingface.tokenizer import load_tokenizer  # such releases come with transformers' files
 
-    model.tokenizer = load_tokenizer(path, foreign=True)
+    model.tokenizer = load_tokenizer(path, trust_remote_code, foreign=True)
     return model.to(device=device, dtype=dtype).eval().requires_grad_(False)
 
 

@@ -11,15 +11,31 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
+
+import tyro
 
 from models.errors import InputError
 
 ConfigType = TypeVar("ConfigType")
+Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 DEBUG = "HYBRIDSCOPE_DEBUG"
 FILE_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 HINT = f"{DEBUG}=1 or --debug shows the traceback of a bad-input error."
+
+
+def shown(metavar: str) -> Any:
+    """How --help names a value whose default the description tells, since it depends on the checkpoint or device."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
+
+
+def check_least(config: Any, **least: int) -> None:
+    """InputError for an option of `config` below its least value; None is a default that is found later."""
+    for name, bound in least.items():
+        value = getattr(config, name)
+        if value is not None and value < bound:
+            raise InputError(f"--{name.replace('_', '-')} is {value}; expected {bound} or more")
 
 
 def run(
@@ -32,7 +48,7 @@ def run(
 ) -> NoReturn:
     """Parse `arguments` (default: those of the process) into `config_class`, call `main(config)` and exit.
 
-    tyro is imported here and torch by `main` at the earliest, so --help stays fast. Under torchrun rank 0 speaks for
+    torch is imported by `main` at the earliest, so --help stays fast. Under torchrun rank 0 speaks for
     wrong arguments, which all ranks share. `main` may return an exit code; anything else counts as 0.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -71,8 +87,6 @@ def bad_input(error: Exception) -> str | None:
 
 
 def _parse(config_class: type[ConfigType], given: list[str], prog: str | None, description: str | None) -> ConfigType:
-    import tyro
-
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from models import command_line
+from models.command_line import Flag, shown
 from models.errors import InputError
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from models.checks import Check
 
 DTYPES = ("float32", "bfloat16", "float16")
-Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,12 @@ class Config:
     """Only the cheap part, which the analyses run too: logits, row sums, causality, restrictions."""
     max_window: int = 1024
     """Sliding windows up to this many tokens are measured whole."""
-    device: Annotated[str | None, tyro.conf.arg(metavar="DEVICE", help_behavior_hint="")] = None
+    device: Annotated[str | None, shown("DEVICE")] = None
     """cpu or cuda; default: a GPU if there is one."""
-    dtype: Annotated[str | None, tyro.conf.arg(metavar="DTYPE", help_behavior_hint="")] = None
+    dtype: Annotated[str | None, shown("DTYPE")] = None
     """float32, bfloat16 or float16; default: float32 on a CPU, the stored one on a GPU."""
+    trust_remote_code: Flag = False
+    """Run the Python files that a Hugging Face directory brings for its model or tokenizer; read them first."""
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in DTYPES:
@@ -75,7 +77,7 @@ def main(config: Config) -> int:
     import models
 
     dtype = None if config.dtype is None else getattr(torch, config.dtype)
-    model = models.load(config.path, device=config.device, dtype=dtype)
+    model = models.load(config.path, config.device, dtype, trust_remote_code=config.trust_remote_code)
     if source := getattr(model, "source_format", None):
         print(f"read as: {source}")
     print(layer_table(model), flush=True)

@@ -9,6 +9,7 @@ import torch
 
 from models.gguf_files import gguf_source
 from models.huggingface.lm import HuggingFaceLM
+from models.huggingface.remote_code import check_model_code
 from models.huggingface.tokenizer import load_tokenizer
 from models.safetensors_files import CheckpointError, read_json, scan
 from models.selfcheck import selfcheck
@@ -28,7 +29,7 @@ def load_huggingface(
     device None: CUDA if there is one, else CPU; on the meta device no weight is read and only `layers` are known.
     dtype None: fp32 on CPU, the stored dtype on CUDA. CheckpointError (a ValueError) naming the file for absent or
     damaged files, and for tensors that are missing (transformers would leave them random) or extra.
-    trust_remote_code=True runs the Python files of the directory.
+    trust_remote_code=True runs the Python files of the directory; without it one that needs them is refused.
     """
     path = Path(path)
     if not path.is_dir():
@@ -39,18 +40,21 @@ def load_huggingface(
     if not source:
         read_json(path / "config.json")
         scan(path)
+        check_model_code(path, trust_remote_code)
     device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "meta":
-        return HuggingFaceLM(_described(path, trust_remote_code), load_tokenizer(path), name=path.resolve().name)
+        described, tokenizer = _described(path, trust_remote_code), load_tokenizer(path, trust_remote_code)
+        return HuggingFaceLM(described, tokenizer, name=path.resolve().name)
     if dtype is None and device.type == "cpu":
         dtype = torch.float32
     hf = _from_pretrained(path, dtype if dtype is not None else "auto", trust_remote_code)
     hf = hf.to(device).eval().requires_grad_(False)
-    model = HuggingFaceLM(hf, load_tokenizer(path), name=path.resolve().name)
+    model = HuggingFaceLM(hf, load_tokenizer(path, trust_remote_code), name=path.resolve().name)
     for check in selfcheck(model, quick=True):
         if check.verdict == "fail":
+            flag = " --trust-remote-code" if trust_remote_code else ""
             raise CheckpointError(
-                f"{path}: {check.name}: {check.detail}; `python -m models.selfcheck {path}` tells more"
+                f"{path}: {check.name}: {check.detail}; `python -m models.selfcheck {path}{flag}` tells more"
             )
     return model
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from models.gguf_files import gguf_source
+from models.huggingface.remote_code import check_tokenizer_code, names_tokenizer_code
 from models.safetensors_files import CheckpointError
 
 _VOCABULARIES = (
@@ -106,10 +107,13 @@ class HuggingFaceTokenizer:
         return offsets if position == len(text) and first == len(ids) else None
 
 
-def load_tokenizer(path: Path, foreign: bool = False) -> HuggingFaceTokenizer | None:
+def load_tokenizer(
+    path: Path, trust_remote_code: bool = False, *, foreign: bool = False
+) -> HuggingFaceTokenizer | None:
     """The directory's tokenizer, None if it has none; CheckpointError naming the file if it does not load.
 
-    `foreign`: the config.json is of no model that transformers knows, which it need not say.
+    trust_remote_code=True runs the Python files that tokenizer_config.json names; without it a tokenizer that needs
+    them is refused. `foreign`: the config.json is of no model that transformers knows, which it need not say.
     """
     source = gguf_source(path)
     found = list(source.values()) or [name for name in _VOCABULARIES if (path / name).is_file()]
@@ -119,6 +123,10 @@ def load_tokenizer(path: Path, foreign: bool = False) -> HuggingFaceTokenizer | 
                 f"{path / 'tokenizer_config.json'} is there without a vocabulary file; expected tokenizer.json."
             )
         return None
+    brings_code = not source and names_tokenizer_code(path)
+    trusted = trust_remote_code and (brings_code or not foreign)
+    if brings_code and trusted:
+        check_tokenizer_code(path, trusted)
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
@@ -126,8 +134,10 @@ def load_tokenizer(path: Path, foreign: bool = False) -> HuggingFaceTokenizer | 
     if foreign:
         logging.set_verbosity_error()
     try:
-        backend = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False, **source)
+        backend = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=trusted, **source)
     except Exception as error:  # tokenizers raises bare Exception for every parsing fault
+        if brings_code:
+            check_tokenizer_code(path, trusted)
         raise CheckpointError(
             f"{path / found[0]}: the tokenizer does not load ({error}); copy the tokenizer files again."
         ) from error

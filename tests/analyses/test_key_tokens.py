@@ -45,7 +45,7 @@ def folder(tmp_path, monkeypatch):
 
     loads = []
 
-    def load(path, device=None):
+    def load(path, device=None, *, trust_remote_code=False):
         loads.append(path)
         return Evaluator()
 

@@ -129,6 +129,21 @@ class Config:
     none: None = None
 
 
+def test_code_counts_only_where_it_is_trusted_and_there(tmp_path):
+    paths = {name: tmp_path / name for name in ("with", "without")}
+    for path in paths.values():
+        path.mkdir()
+    (paths["with"] / "sub").mkdir()
+    (paths["with"] / "b.py").write_text("b = 1\n")
+    (paths["with"] / "sub" / "a.py").write_text("a = 1\n")
+    assert provenance.trusted_code(False, paths) == {}
+    assert provenance.trusted_code(True, {"without": paths["without"]}) == {}
+    found = provenance.trusted_code(True, paths)
+    command = "sha256sum b.py sub/a.py | sha256sum"
+    done = subprocess.run(command, shell=True, cwd=paths["with"], capture_output=True, text=True, check=True)
+    assert found == {"remote_code_sha256": {"with": done.stdout.split()[0]}}
+
+
 def test_configuration_is_plain_and_leaves_out_where_things_go():
     found = provenance.configuration(Config(), dtype="float32", checkpoint_sha256={"a": "0"}, n=np.int64(3))
     assert found == {
