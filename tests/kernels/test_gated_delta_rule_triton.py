@@ -449,9 +449,13 @@ def test_long_packed_sequences_on_cuda(window):
     tensors = operands((16384, 1, 2, 64, 64), torch.bfloat16)
     packed = triton_op(tensors, window=window, bounds=bounds)
     for i, (start, end) in enumerate(itertools.pairwise(bounds)):
-        out, state = triton_op({name: x[:, start:end] for name, x in tensors.items()}, window=window)
-        assert relative(packed.out[:, start:end], out) <= 3e-3
-        assert relative(packed.state[i : i + 1], state) <= 3e-3
+        alone = {name: x[:, start:end] for name, x in tensors.items()}
+        if window and end - start <= window:  # alone it takes the unrestricted kernel, whose roundings come otherwise
+            (out, state), bar = law_op({name: x.double() for name, x in alone.items()}), BARS[torch.bfloat16][0]
+        else:
+            (out, state), bar = triton_op(alone, window=window), 3e-3
+        assert relative(packed.out[:, start:end], out) <= bar
+        assert relative(packed.state[i : i + 1], state) <= bar
 
 
 @gpu
