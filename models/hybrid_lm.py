@@ -1,6 +1,9 @@
 """HybridLM: a causal language model of any mixture of attention and recurrent layers, with TransformerLens hook points.
 
 x_0 = E[ids];  x_{l+1} = x_l + mixer_l(norm x_l) + mlp_l(norm .);  logits = U norm(x_L)
+
+The residual stream x is float32 at least, also where the weights have 16 bits: what mixers and MLPs add is rounded
+once, their running sum never (as in Mamba's released models).
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from models.embedding import Embedding
 from models.generate import generate
 from models.layers import Layer, Path
 from models.mixers import paths_of
+from models.mixers.mixer import at_least_fp32
 from models.norm import RMSNorm
 
 INIT_STD = 0.02
@@ -116,7 +120,7 @@ class HybridLM(HookedRootModule):
         Raises ValueError for a length at which the released model would attend sparsely (config.dense_below).
         """
         self._check_length(inputs.shape[1] + (0 if cache is None else cache.length))
-        x = self.hook_embed(inputs if inputs.is_floating_point() else self.embed(inputs))
+        x = self.hook_embed(at_least_fp32(inputs if inputs.is_floating_point() else self.embed(inputs)))
         if cache is None:
             positions = torch.arange(x.shape[1], device=x.device)
             for block in self.blocks:
@@ -145,6 +149,7 @@ class HybridLM(HookedRootModule):
     ) -> Float[Tensor, "B T D"]:
         """final_hidden(inputs) when the stream before block `layer` is already known: earlier blocks do not run."""
         positions = torch.arange(stream.shape[1], device=stream.device)
+        stream = at_least_fp32(stream)
         for block in self.blocks[layer:]:
             stream = block(stream, positions)
         return self._normed(stream)

@@ -150,10 +150,14 @@ def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.has_initial = initial is not None
     ctx.save_for_backward(query, key, value, log_decay, beta, *output[2:])
     ctx.mark_non_differentiable(*output[2:])
+    ctx.state_shape = output[1].shape
+    ctx.set_materialize_grads(False)  # or zeros would be written for everything saved
 
 
 def _gradients(ctx, dout, dstate, *_):  # type: ignore[no-untyped-def]
     query, key, value, log_decay, beta, *saved = ctx.saved_tensors
+    dout = torch.zeros_like(value) if dout is None else dout
+    dstate = beta.new_zeros(ctx.state_shape) if dstate is None else dstate
     gradients = _backward(query, key, value, log_decay, beta, saved, ctx.has_initial, dout, dstate, *ctx.rest)
     needed = (gradient if need else None for gradient, need in zip(gradients, ctx.needs_input_grad[:6], strict=True))
     return *needed, None, None, None, None

@@ -74,10 +74,10 @@ def tiles(dtype: torch.dtype, key_width: int, value_width: int, window: int = 0,
             tail_warps=8,
             linked_key=64,
         )
-    wide, narrow = key_width > 128, max(key_width, value_width) <= 64
+    wide, narrow, usual = key_width > 128, max(key_width, value_width) <= 64, max(key_width, value_width) <= 128
     used = Tiles(
         chunk=chunk_size,
-        columns=min(16 if wide else 64 if narrow else 32, power_of_two(value_width)),
+        columns=min(16 if wide else 64 if usual else 32, power_of_two(value_width)),
         solve_precision=3,
         solve_warps=2,
         # Never 8 warps and never a single stage in the scans: Triton 3.6 then lets keys of 128 read beyond shared
@@ -87,11 +87,15 @@ def tiles(dtype: torch.dtype, key_width: int, value_width: int, window: int = 0,
         gradient_warps=8,
         tail_warps=8 if key_width > 64 else 4,
     )
-    if not narrow:
+    if not usual:
         return used
     used = used._replace(gradient_parts=1, gradient_columns=64, gradient_keys=64, gradient_warps=4)
+    if not narrow:
+        used = used._replace(gradient_stages=2)
     if window > LONG_SPAN:
-        return used._replace(spanned=1, columns=16, carry_rows=16)
+        return used._replace(spanned=1, columns=16, carry_rows=16) if narrow else used._replace(columns=32)
+    if chunk_size < window <= 3 * chunk_size // 2:  # three half chunks hold a block with less left over than two
+        used = used._replace(chunk=max(16, chunk_size // 2))
     return used._replace(spanned=int(window > 0))
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kernels.linear_decay import triton_sweep as kernel
 from kernels.linear_decay import triton_window as banded
+from kernels.linear_decay.triton_gradients import sweep_together
 from kernels.operands import RecurrentOutput
 
 OP = "linear_decay"
@@ -48,10 +49,12 @@ class Config(NamedTuple):
     back_stages: int
     fill: int = 2  # programs that run on a multiprocessor at a time
     segment: int = 0  # chunks per segment; 0: from the number of multiprocessors
+    together: int = 0  # 1: gradients of key and value by one program, but with a window or the decay's gradient
 
 
 FULL = Config(32, 32, 32, 8, 1, 32, 32, 8, 1)  # float32: larger tiles of scalar products do not fit into registers
-BAND_CHUNKS = 4  # windows of at most so many chunks are a band of the attention matrix
+HEADS = 4  # whose pairs one program collects
+BAND_CHUNKS = 3  # windows of at most so many chunks are a band of the attention matrix
 
 
 def configs(dtype: torch.dtype) -> list[Config]:
@@ -73,7 +76,7 @@ def choose(dtype: torch.dtype, width_k: int, width_v: int) -> Config:
     k, v = (min(128, max(32, _power(width))) for width in (width_k, width_v))
     small = max(k, v) <= 64
     return Config(
-        64, k, min(v, 64) if k == 128 else v, 4 if small else 8, 3, k, v, 4 if small else 8, 2
+        64, k, min(v, 64) if k == 128 else v, 4 if small else 8, 3, k, v, 4 if small else 8, 2, together=int(small)
     )  # fmt: skip
 
 
@@ -135,6 +138,15 @@ def plan_band(config: Config, rows: int, tokens: int, packed: int) -> Cut:
     per_sequence = _ceil(tokens, config.chunk)
     segments = tokens // config.chunk + packed if packed else rows * per_sequence
     return Cut(0, config.chunk, 1, 1, per_sequence, segments, packed or rows)
+
+
+class Pairs(NamedTuple):
+    """What a sweep leaves of the decay's gradient, and what the other one needs for it; see triton_sweep.py."""
+
+    near: Tensor
+    far: Tensor
+    kept: Tensor
+    around: Tensor
 
 
 class Launch:
@@ -212,96 +224,122 @@ class Launch:
             (c.back_k, c.back_v, c.back_warps, c.back_stages) if backward else (c.tile_k, c.tile_v, c.warps, c.stages)
         )
 
-    def _rest(self, made: dict[str, Tensor], gates: list[Tensor], ends: Tensor | None) -> list[Tensor]:
+    def _rest(self, made: dict[str, Tensor], pairs: Pairs | None, ends: Tensor | None) -> list[Tensor]:
         """Operands that all sweeps have in common; what a sweep does not use is some pointer."""
         idle = self.gates
         states = [made.get(name, idle) for name in ("beyond", "near", "far")]
         return [
-            self.gates, *(gates or [idle] * 3), made.get("starts", idle), idle if ends is None else ends, *states,
+            self.gates, *(pairs or [idle] * 4), made.get("starts", idle), idle if ends is None else ends, *states,
             self.cu_seqlens, self.ends,
         ]  # fmt: skip
 
-    def _flags(self, made: dict[str, Tensor], gates: list[Tensor], ends: Tensor | None, backward: bool) -> dict:
+    def _flags(self, made: dict[str, Tensor], pairs: Pairs | None, ends: Tensor | None, backward: bool) -> dict:
         _, _, warps, stages = self._sizes(backward)
         return self.shared | {
             "WINDOW": self.cut.window > 0,
             "L_TILE": _power(self.cut.chunks) if self.cut.window else 1,
-            "GATE": bool(gates),
+            "GATE": pairs is not None,
             "HAS_START": "starts" in made,
             "STORE_END": ends is not None,
             "num_warps": warps,
             "num_stages": stages,
         }
 
-    def gate_buffers(self, chunk_states: Tensor | None) -> list[Tensor]:
-        """Gates of the chunk's own and of the neighbouring block's pairs, a part for every tile; [] if not needed."""
-        if chunk_states is None:
-            return []
+    def _pairs(self, kept: Tensor | None, reverse: bool) -> Pairs | None:
+        """What a sweep leaves of the decay's gradient, if the sweeps have `kept` states for it."""
+        if kept is None:
+            return None
         tile_k, tile_v, _, _ = self._sizes(True)
-        parts = _ceil(self.k, tile_k) * _ceil(self.v, tile_v)
-        near = torch.empty(parts, self.rows, self.tokens, self.heads, dtype=torch.float32, device=self.gates.device)
-        return [near, torch.zeros_like(near) if self.cut.window else near, chunk_states]
+        tiles = _ceil(self.k, tile_k) * _ceil(self.v, tile_v)
+        halves = 2 if reverse and not self.is_band else 1
+        near = _float32((tiles, halves, self.rows, self.tokens, self.heads), self.gates)
+        far = torch.zeros_like(near[:, 0]) if self.cut.window else near
+        around = near
+        if halves == 2:
+            around = _float32((self.cut.segments * self.cut.chunks, self.heads, tiles, tile_v), self.gates)
+        return Pairs(near, far, kept, around)
+
+    def decay_gradient(self, ending: Pairs, starting: Pairs) -> Tensor:
+        """[B, T, H] from what the sweep forwards and the sweep backwards left."""
+        if self.is_band:
+            return ending.near.sum((0, 1)) + starting.near.sum((0, 1))
+        cut, tiles, rows = self.cut, *starting.around.shape[2:]
+        gate = _float32(tuple(ending.near.shape[2:]), self.gates)
+        kernel.collect_pairs[(cut.segments * cut.chunks * _ceil(self.heads, HEADS),)](
+            ending.near, starting.near, starting.around, gate, self.cu_seqlens, self.ends, *self._layout(), self.scale,
+            self._places(), tiles, self.heads, C=self.shared["C"], ROWS=rows, H_TILE=HEADS,
+            N_TILE=self.shared["N_TILE"], WINDOW=cut.window > 0, num_warps=4,
+        )  # fmt: skip
+        return gate + self._block_sums(ending.far.sum(0), starting.far.sum(0)) if cut.window else gate
 
     def read(
         self, x: Tensor, y: Tensor, u: Tensor, r: Tensor, made: dict[str, Tensor], ends: Tensor | None,
-        chunk_states: Tensor | None, backward: bool,
-    ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
-        """A pass forwards: out, or d query (then x = value, y = key), and the gates."""
+        kept: Tensor | None, backward: bool,
+    ) -> tuple[Tensor, Pairs | None]:  # fmt: skip
+        """A pass forwards: out, or d query (then x = value, y = key), and pairs for the decay's gradient."""
         tile_k, tile_v, warps, stages = self._sizes(backward)
         tile_x, tile_y = (tile_v, tile_k) if backward else (tile_k, tile_v)
         size_x, size_y = x.shape[-1], y.shape[-1]
-        parts, gates = _ceil(size_x, tile_x), self.gate_buffers(chunk_states)
+        parts, pairs = _ceil(size_x, tile_x), self._pairs(kept, reverse=False)
         out = _parts(y, parts, (self.rows, self.tokens, self.heads, size_y))
         grid = (self.cut.segments * self.heads * parts * _ceil(size_y, tile_y),)
         strides = (*x.stride()[:3], *y.stride()[:3], *u.stride()[:3], *r.stride()[:3], *self._gate_strides())
         if self.is_band:
             banded.band[grid](
-                x, y, u, r, out, *self._band_rest(gates), *strides, *self._band_layout(), self.heads, size_x, size_y,
-                X_TILE=tile_x, Y_TILE=tile_y, **self._band_flags(gates), num_warps=warps, num_stages=stages,
+                x, y, u, r, out, *self._band_rest(pairs), *strides, *self._band_layout(), self.heads, size_x, size_y,
+                X_TILE=tile_x, Y_TILE=tile_y, **self._band_flags(pairs), num_warps=warps, num_stages=stages,
             )  # fmt: skip
         else:
             kernel.sweep[grid](
-                x, y, u, r, out, *self._rest(made, gates, ends), *strides, *((1, size_x) if backward else (size_y, 1)),
+                x, y, u, r, out, *self._rest(made, pairs, ends), *strides, *((1, size_x) if backward else (size_y, 1)),
                 *self._layout(), self.scale, self._places(), self.heads, size_x, size_y, X_TILE=tile_x, Y_TILE=tile_y,
-                REVERSE=False, **self._flags(made, gates, ends, backward),
+                REVERSE=False, **self._flags(made, pairs, ends, backward),
             )  # fmt: skip
-        return _joined(out, y), [x.sum(0) for x in gates[:2]]
+        return _joined(out, y), pairs
 
     def write_gradients(
         self, query: Tensor, d_out: Tensor, key: Tensor, value: Tensor, made: dict[str, Tensor], ends: Tensor | None,
-        chunk_states: Tensor | None,
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
-        """The pass backwards: d key, d value and the gates."""
+        kept: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Pairs | None]:  # fmt: skip
+        """The pass backwards: d key, d value and pairs for the decay's gradient."""
         tile_k, tile_v, warps, stages = self._sizes(True)
         tiles_k, tiles_v = _ceil(self.k, tile_k), _ceil(self.v, tile_v)
-        gates, shape = self.gate_buffers(chunk_states), (self.rows, self.tokens, self.heads)
+        pairs, shape = self._pairs(kept, reverse=True), (self.rows, self.tokens, self.heads)
         d_key, d_value = _parts(key, tiles_v, (*shape, self.k)), _parts(value, tiles_k, (*shape, self.v))
         grid = (2 * self.cut.segments * self.heads * tiles_k * tiles_v,)
         operands = query, d_out, key, value
         strides = (*(step for x in operands for step in x.stride()[:3]), *self._gate_strides())
         if self.is_band:
             banded.band_key_value[grid](
-                *operands, d_key, d_value, *self._band_rest(gates), *strides, *self._band_layout(),
-                self.heads, self.k, self.v, K_TILE=tile_k, V_TILE=tile_v, **self._band_flags(gates),
+                *operands, d_key, d_value, *self._band_rest(pairs), *strides, *self._band_layout(),
+                self.heads, self.k, self.v, K_TILE=tile_k, V_TILE=tile_v, **self._band_flags(pairs),
+                num_warps=warps, num_stages=stages,
+            )  # fmt: skip
+        elif self.config.together and tiles_k == tiles_v == 1 and not self.cut.window and pairs is None:
+            idle = self.gates
+            sweep_together[(self.cut.segments * self.heads,)](
+                *operands, d_key, d_value, self.gates, made.get("starts", idle), idle if ends is None else ends,
+                self.cu_seqlens, self.ends, *strides, *self._layout(), self.scale, self.heads, self.k, self.v,
+                K_TILE=tile_k, V_TILE=tile_v, HAS_START="starts" in made, STORE_END=ends is not None, **self.shared,
                 num_warps=warps, num_stages=stages,
             )  # fmt: skip
         else:
             kernel.sweep_key_value[grid](
-                *operands, d_key, d_value, *self._rest(made, gates, ends), *strides, *self._layout(), self.scale,
+                *operands, d_key, d_value, *self._rest(made, pairs, ends), *strides, *self._layout(), self.scale,
                 self._places(), self.heads, self.k, self.v, K_TILE=tile_k, V_TILE=tile_v,
-                **self._flags(made, gates, ends, True),
+                **self._flags(made, pairs, ends, True),
             )  # fmt: skip
-        return _joined(d_key, key), _joined(d_value, value), [x.sum(0) for x in gates[:2]]
+        return _joined(d_key, key), _joined(d_value, value), pairs
 
-    def _band_rest(self, gates: list[Tensor]) -> list[Tensor]:
-        near, around = (gates[0], gates[2]) if gates else (self.gates, self.gates)
+    def _band_rest(self, pairs: Pairs | None) -> list[Tensor]:
+        near, around = (pairs.near, pairs.kept) if pairs else (self.gates, self.gates)
         return [self.gates, near, around, self.cu_seqlens, self.ends]
 
     def _band_layout(self) -> tuple[float, ...]:
         return self.tokens, self.sequences, self.cut.per_sequence, self.window, self.scale, self._places()
 
-    def _band_flags(self, gates: list[Tensor]) -> dict:
-        return self.shared | {"DEPTH": self._depth(), "GATE": bool(gates)}
+    def _band_flags(self, pairs: Pairs | None) -> dict:
+        return self.shared | {"DEPTH": self._depth(), "GATE": pairs is not None}
 
     def _depth(self) -> int:
         """Chunks that a window reaches into beside the own one."""
@@ -310,7 +348,7 @@ class Launch:
     def _places(self) -> int:
         return self.rows * self.tokens * self.heads
 
-    def chunk_states(self, like: Tensor) -> Tensor:
+    def kept_between(self, like: Tensor) -> Tensor:
         """What the pass forwards leaves for the pass backwards: states before chunks, or sums of pairs of chunks."""
         if self.is_band:
             tile_k, tile_v, _, _ = self._sizes(True)
@@ -319,7 +357,7 @@ class Launch:
             return torch.empty(shape, dtype=torch.float32, device=like.device)
         return like.new_empty(self.cut.segments * self.cut.chunks, self.heads, self.k, self.v)
 
-    def block_sums(self, ending: Tensor, starting: Tensor) -> Tensor:
+    def _block_sums(self, ending: Tensor, starting: Tensor) -> Tensor:
         """Per token l the sums over its block of `ending` from l on and of `starting` before l, both [B, T, H]."""
         token = torch.arange(self.tokens, device=ending.device)
         low, high = torch.zeros_like(token), torch.full_like(token, self.tokens)
@@ -394,18 +432,25 @@ def backward(
     needs: list[bool], config: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query, key, value, log_decay, initial_state; an empty tensor for those not needed."""
+    if needs[3] and log_decay.ndim == 1 and value.dtype != torch.float32:
+        *wide, of_decay, of_initial = _backward_in_float32(
+            d_out, d_state, query, key, value, log_decay, initial_state, cu_seqlens, window, scale, needs
+        )
+        of_query, of_key, of_value = (x.to(value.dtype) for x in wide)
+        return of_query, of_key, of_value, of_decay, of_initial
     launch = Launch(key, value.shape[-1], log_decay, cu_seqlens, window, scale, config)
     need_query, need_key, need_value, need_gate, need_initial = needs
     d_out = torch.zeros_like(value) if d_out is None else _unit_stride(d_out.to(value.dtype))
     d_query = d_key = d_value = d_gate = d_initial = None
-    chunk_states = launch.chunk_states(key) if need_gate else None
+    kept = launch.kept_between(key) if need_gate else None
+    ending = starting = None
     if need_query or need_gate:
         made = {"starts": starts}
         if launch.single:
             made = _started(initial_state)
         elif window:
             made = launch.states(key, value, None, reverse=False)
-        d_query, gates = launch.read(value, key, d_out, query, made, None, chunk_states, backward=True)
+        d_query, ending = launch.read(value, key, d_out, query, made, None, kept, backward=True)
     sweeps = need_key or need_value or need_gate
     made, ends = _started(d_state), None
     if not launch.single or (need_initial and not sweeps):
@@ -414,11 +459,9 @@ def backward(
     elif need_initial:
         d_initial = ends = _float32((launch.sequences, *key.shape[2:], value.shape[-1]), value)
     if sweeps:
-        d_key, d_value, gates_back = launch.write_gradients(query, d_out, key, value, made, ends, chunk_states)
-    if need_gate:
-        d_gate = gates[0] + gates_back[0]
-        if launch.cut.window:
-            d_gate = d_gate + launch.block_sums(gates[1], gates_back[1])
+        d_key, d_value, starting = launch.write_gradients(query, d_out, key, value, made, ends, kept)
+    if ending is not None and starting is not None:
+        d_gate = launch.decay_gradient(ending, starting)
         d_gate = (d_gate if launch.per_token else d_gate.sum((0, 1), dtype=torch.float64)).to(log_decay.dtype)
     if initial_state is not None and d_initial is not None:
         d_initial = d_initial.to(initial_state.dtype)
@@ -428,6 +471,20 @@ def backward(
     )
     query_, key_, value_, gate_, initial_ = results
     return query_, key_, value_, gate_, initial_
+
+
+def _backward_in_float32(
+    d_out: Tensor | None, d_state: Tensor | None, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor,
+    initial_state: Tensor | None, cu_seqlens: Tensor | None, window: int, scale: float, needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradient of a decay fixed per head is one number, the sum of all pairs of tokens: where these cancel, states
+    rounded to 16 bits would leave an error of percents."""
+    query, key, value = query.float(), key.float(), value.float()
+    starts = forward(query, key, value, log_decay, initial_state, cu_seqlens, window, scale, True, [])[2]
+    return backward(
+        None if d_out is None else d_out.float(), d_state, query, key, value, log_decay, initial_state, cu_seqlens,
+        starts, window, scale, needs, [],
+    )  # fmt: skip
 
 
 def _unit_stride(x: Tensor) -> Tensor:

@@ -30,12 +30,16 @@ Decay. With P_ij = scale exp(c_i - c_j) (q_i . k_j) (d out_i . v_j), the gradien
 
     d g_l = sum over j < l <= i of P_ij
 
-(d/d g_l of every pair is the pair itself if j < l <= i, else 0) and no difference of long sums is needed: pairs inside
-l's chunk are summed from one matrix P without its diagonal; pairs that end in the chunk are e_i = q_i . (part of
-d query_i from outside the chunk), summed over i >= l; pairs that start in it are f_j = k_j . (part of d key_j from
-outside), summed over j < l; pairs around it are exp(c_C) <S, dS>, S the state before the chunk and dS the cotangent of
-the state after it. Initial and final state count as tokens before and behind all others through S and dS. With a
-window, the pairs of neighbouring blocks are e and f of the other part, summed over the block.
+(d/d g_l of every pair is the pair itself if j < l <= i, else 0) and no difference of long sums is needed. With
+e_i = q_i . (d query_i without what comes from token i itself), all pairs that end in i, and f_j = k_j . (d key_j
+likewise), all that start in j, each apart into pairs inside the chunk and pairs with other chunks,
+
+    d g_l = sum over i >= l of (e_i - f_i inside) + sum over j < l of (f_j with others) + exp(c_C) <S, dS>
+
+over l's chunk, S the state before it and dS the cotangent of the state after it: only pairs of one chunk behind l are
+taken away again, and both sweeps form them from the same rounded numbers. Initial and final state count as tokens
+before and behind all others through S and dS. With a window, the pairs of neighbouring blocks are e and f of the other
+part, summed over the block.
 
 Every product is formed in the orientation in which it is used: some compilers for Hopper are wrong when the transposed
 result of one tl.dot is an operand of another. Transposed loads are safe.
@@ -122,12 +126,6 @@ def pair_decays(since, rate, place_, PER_TOKEN: tl.constexpr, TRANSPOSED: tl.con
     if not PER_TOKEN:
         between = (i - j).to(tl.float32) * rate
     return tl.exp(tl.where(i >= j, between, float("-inf")))
-
-
-@triton.jit
-def sum_before(values, place_):
-    """Sum of the values before each place; not a difference of sums: the place's own value may be much larger."""
-    return tl.sum(tl.where(place_[:, None] > place_[None, :], values[None, :], 0.0), axis=1)
 
 
 @triton.jit
@@ -278,26 +276,29 @@ def scan_segments(
 
 
 @triton.jit
-def answer(x, y, u, r, state, reading, weights, place_, GATE: tl.constexpr, PRECISION: tl.constexpr):
+def answer(
+    x, y, u, r, state, reading, weights, scale, place_, OWN: tl.constexpr, GATE: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
     """[C, Y] for reading tokens u from a state and from written tokens x, y; weights: reading tokens along the rows.
 
-    For the decay's gradient also what each reading token has from the state, times r, and its pairs with other tokens
-    of the tile, summed over written and over reading tokens.
+    For the decay's gradient also r times what each reading token has from the state, and r times what it has from the
+    state and from the tile's other tokens. OWN: the tokens are the same, and what one has from itself is in neither.
     """
     far = tl.zeros([u.shape[0]], tl.float32)
-    ending = tl.zeros([u.shape[0]], tl.float32)
-    starting = tl.zeros([u.shape[0]], tl.float32)
+    all_others = tl.zeros([u.shape[0]], tl.float32)
     scores = tl.dot(u, tl.trans(x), input_precision=PRECISION) * weights
-    if GATE:
-        pairs = tl.dot(r, tl.trans(y), input_precision=PRECISION) * scores
-        pairs = tl.where(place_[:, None] == place_[None, :], 0.0, pairs)
-        ending = tl.sum(pairs, axis=1)
-        starting = tl.sum(pairs, axis=0)
     out = tl.dot(u, state.to(x.dtype), input_precision=PRECISION) * reading[:, None]
     if GATE:
         far = tl.sum(out * r.to(tl.float32), axis=1)
+        if OWN:
+            scores = tl.where(place_[:, None] == place_[None, :], 0.0, scores)
     out = tl.dot(scores.to(x.dtype), y, acc=out, input_precision=PRECISION)
-    return out, far, ending, starting
+    if GATE:
+        all_others = tl.sum(out * r.to(tl.float32), axis=1)
+        if OWN:
+            own = tl.sum(u.to(tl.float32) * x.to(tl.float32), axis=1) * scale
+            out += own[:, None] * y.to(tl.float32)
+    return out, far, all_others
 
 
 @triton.jit
@@ -361,21 +362,21 @@ def neighbour_pass(
         u_tile = rows(u, u_t, begin, end, x0, X, C, X_TILE)
         r_tile = rows(r, r_t, begin, end, y0, Y, C, Y_TILE) if GATE else y_tile
         weights = tl.where(seen, reading[:, None] * writing[None, :], 0.0)
-        answers, far, ending, _ = answer(
-            x_tile, y_tile, u_tile, r_tile, summed, reading, weights, place_, GATE, PRECISION
+        answers, _, pairs = answer(
+            x_tile, y_tile, u_tile, r_tile, summed, reading, weights, scale, place_, False, GATE, PRECISION
         )
         mine = n < end - begin
         out_at = out + begin * H * Y + (n[:, None] * (H * Y) + column[None, :])
         tl.store(out_at, answers.to(out.dtype.element_ty), mask=mine[:, None] & (column < Y)[None, :])
         if GATE:
-            tl.store(far_gate + begin * H + n * H, far + ending, mask=mine)
+            tl.store(far_gate + begin * H + n * H, pairs, mask=mine)
         y_tile = (y_tile * writing[:, None]).to(y_tile.dtype)
         summed = tl.dot(tl.trans(x_tile), y_tile, acc=summed, input_precision=PRECISION)
 
 
 @triton.jit
 def segment_pass(
-    x, y, u, r, out, gates, near_gate, far_gate, chunk_states, starts, ends, beyond, near_offset, far_offset,
+    x, y, u, r, out, gates, near_gate, far_gate, chunk_states, around, starts, ends, beyond, near_offset, far_offset,
     cu_seqlens, segment_ends,
     x_b, x_t, x_h, y_b, y_t, y_h, u_b, u_t, u_h, r_b, r_t, r_h, gates_b, gates_t, gates_h, x_state, y_state,
     tokens, sequences, per_sequence, window, per_block, chunk, chunks, scale, places, program, H, X, Y,
@@ -388,8 +389,8 @@ def segment_pass(
     Outputs are contiguous [parts, B, T, H, Y], one part for each tile of X; the gates [parts, B, T, H], one for each
     tile. `places` = B * T * H. HAS_START: `starts` holds the states of all segments (of all sequences, if each has one
     segment only; then STORE_END writes the last states to `ends`).
-    GATE, forwards: writes the states before all chunks and, for the decay, pairs ending in or inside the chunk;
-    backwards: reads them, pairs starting in and around the chunk.
+    GATE, forwards: writes the states before all chunks and, for the decay, each token's pairs with earlier ones;
+    backwards: its pairs with later ones of its chunk, with those behind it, and, in parts, the pairs around the chunk.
     """
     EXACT: tl.constexpr = PRECISION == "ieee"
     x_tiles, y_tiles = tl.cdiv(X, X_TILE), tl.cdiv(Y, Y_TILE)
@@ -409,7 +410,7 @@ def segment_pass(
         gates += row * gates_b + head_ * gates_h
         rate = 0.0 if PER_TOKEN else tl.load(gates).to(tl.float32)
         out += (part.to(tl.int64) * places + row * tokens * H + head) * Y
-        near_gate += tile.to(tl.int64) * places + row * tokens * H + head
+        near_gate += tile.to(tl.int64) * places * (2 if REVERSE else 1) + row * tokens * H + head
         far_gate += tile.to(tl.int64) * places + row * tokens * H + head
         at = segment.to(tl.int64) * H + head
         n = tl.arange(0, C)
@@ -445,17 +446,17 @@ def segment_pass(
             r_tile = rows(r, r_t, begin, end, y0, Y, C, Y_TILE) if GATE else y_tile
             place_ = m * chunk + n
             weights = pair_decays(since, rate, place_, PER_TOKEN, REVERSE) * scale
-            around = 0.0
             if GATE:
-                chunk_at = ((segment.to(tl.int64) * chunks + m) * H + head) * X * Y
-                kept_at, kept = state_tile(chunk_states + chunk_at, x0, y0, X, Y, Y, 1, X_TILE, Y_TILE)
+                chunk_at = (segment.to(tl.int64) * chunks + m) * H + head
+                kept_at, kept = state_tile(chunk_states + chunk_at * X * Y, x0, y0, X, Y, Y, 1, X_TILE, Y_TILE)
                 if REVERSE:
                     before = tl.load(kept_at, mask=kept, other=0.0).to(tl.float32)
-                    around = tl.sum(tl.sum(before * state, axis=1), axis=0) * tl.exp(total)
+                    passing = tl.sum(before * state, axis=1) * tl.exp(total)
+                    tl.store(around + (chunk_at * (x_tiles * y_tiles) + tile) * X_TILE + tl.arange(0, X_TILE), passing)
                 else:
                     tl.store(kept_at, state.to(chunk_states.dtype.element_ty), mask=kept)
-            answers, far, ending, starting = answer(
-                x_tile, y_tile, u_tile, r_tile, state, reading, weights, place_, GATE, PRECISION
+            answers, far, pairs = answer(
+                x_tile, y_tile, u_tile, r_tile, state, reading, weights, scale, place_, True, GATE, PRECISION
             )
             mine = n < end - begin
             out_at = out + begin * H * Y + (n[:, None] * (H * Y) + column[None, :])
@@ -464,11 +465,12 @@ def segment_pass(
                 answers += tl.load(out_at, mask=real & joined, other=0.0).to(tl.float32)
             tl.store(out_at, answers.to(out.dtype.element_ty), mask=real)
             if GATE:
+                gate_at = near_gate + begin * H + n * H
                 if REVERSE:
-                    gate = sum_before(far, place_) + around
+                    tl.store(gate_at, pairs - far, mask=mine)
+                    tl.store(gate_at + places, far, mask=mine)
                 else:
-                    gate = tl.cumsum(far + ending - starting, axis=0, reverse=True)
-                tl.store(near_gate + begin * H + n * H, gate, mask=mine)
+                    tl.store(gate_at, pairs, mask=mine)
             y_tile = (y_tile * writing[:, None]).to(y_tile.dtype)
             state = tl.dot(tl.trans(x_tile), y_tile, acc=state * tl.exp(total), input_precision=PRECISION)
         if STORE_END:
@@ -478,7 +480,7 @@ def segment_pass(
 
 @triton.jit(do_not_specialize=[*PLAIN, "places"])
 def sweep(
-    x, y, u, r, out, gates, near_gate, far_gate, chunk_states, starts, ends, beyond, near_offset, far_offset,
+    x, y, u, r, out, gates, near_gate, far_gate, chunk_states, around, starts, ends, beyond, near_offset, far_offset,
     cu_seqlens, segment_ends,
     x_b, x_t, x_h, y_b, y_t, y_h, u_b, u_t, u_h, r_b, r_t, r_h, gates_b, gates_t, gates_h, x_state, y_state,
     tokens, sequences, per_sequence, window, per_block, chunk, chunks, scale, places, H, X, Y,
@@ -488,17 +490,17 @@ def sweep(
 ):  # fmt: skip
     """out, or d query, or one of d key and d value alone."""
     segment_pass(
-        x, y, u, r, out, gates, near_gate, far_gate, chunk_states, starts, ends, beyond, near_offset, far_offset,
-        cu_seqlens, segment_ends, x_b, x_t, x_h, y_b, y_t, y_h, u_b, u_t, u_h, r_b, r_t, r_h, gates_b, gates_t,
-        gates_h, x_state, y_state, tokens, sequences, per_sequence, window, per_block, chunk, chunks, scale, places,
-        tl.program_id(0), H, X, Y, C, X_TILE, Y_TILE, N_TILE, L_TILE, WINDOW, REVERSE, PER_TOKEN, GATE, HAS_START,
-        STORE_END, PRECISION,
+        x, y, u, r, out, gates, near_gate, far_gate, chunk_states, around, starts, ends, beyond, near_offset,
+        far_offset, cu_seqlens, segment_ends, x_b, x_t, x_h, y_b, y_t, y_h, u_b, u_t, u_h, r_b, r_t, r_h, gates_b,
+        gates_t, gates_h, x_state, y_state, tokens, sequences, per_sequence, window, per_block, chunk, chunks, scale,
+        places, tl.program_id(0), H, X, Y, C, X_TILE, Y_TILE, N_TILE, L_TILE, WINDOW, REVERSE, PER_TOKEN, GATE,
+        HAS_START, STORE_END, PRECISION,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=[*PLAIN, "places"])
 def sweep_key_value(
-    query, d_out, key, value, d_key, d_value, gates, near_gate, far_gate, chunk_states, starts, ends, beyond,
+    query, d_out, key, value, d_key, d_value, gates, near_gate, far_gate, chunk_states, around, starts, ends, beyond,
     near_offset, far_offset, cu_seqlens, segment_ends,
     query_b, query_t, query_h, d_out_b, d_out_t, d_out_h, key_b, key_t, key_h, value_b, value_t, value_h,
     gates_b, gates_t, gates_h, tokens, sequences, per_sequence, window, per_block, chunk, chunks, scale, places,
@@ -509,7 +511,7 @@ def sweep_key_value(
     """d value by even and d key by odd programs: neighbours read the same operands, the second from the L2 cache."""
     if tl.program_id(0) % 2 == 0:
         segment_pass(
-            query, d_out, key, value, d_value, gates, near_gate, far_gate, chunk_states, starts, ends, beyond,
+            query, d_out, key, value, d_value, gates, near_gate, far_gate, chunk_states, around, starts, ends, beyond,
             near_offset, far_offset, cu_seqlens, segment_ends, query_b, query_t, query_h, d_out_b, d_out_t, d_out_h,
             key_b, key_t, key_h, value_b, value_t, value_h, gates_b, gates_t, gates_h, V, 1, tokens, sequences,
             per_sequence, window, per_block, chunk, chunks, scale, places, tl.program_id(0) // 2, H, K, V,
@@ -517,9 +519,49 @@ def sweep_key_value(
         )  # fmt: skip
     else:
         segment_pass(
-            d_out, query, value, key, d_key, gates, near_gate, far_gate, chunk_states, starts, ends, beyond,
+            d_out, query, value, key, d_key, gates, near_gate, far_gate, chunk_states, around, starts, ends, beyond,
             near_offset, far_offset, cu_seqlens, segment_ends, d_out_b, d_out_t, d_out_h, query_b, query_t, query_h,
             value_b, value_t, value_h, key_b, key_t, key_h, gates_b, gates_t, gates_h, 1, V, tokens, sequences,
             per_sequence, window, per_block, chunk, chunks, scale, places, tl.program_id(0) // 2, H, V, K,
             C, V_TILE, K_TILE, N_TILE, L_TILE, WINDOW, True, PER_TOKEN, GATE, HAS_START, False, PRECISION,
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=[*PLAIN, "places", "tiles"])
+def collect_pairs(
+    ending, starting, around, gate, cu_seqlens, segment_ends,
+    tokens, sequences, per_sequence, window, per_block, chunk, chunks, scale, places, tiles, H,
+    C: tl.constexpr, ROWS: tl.constexpr, H_TILE: tl.constexpr, N_TILE: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """The decay's gradient inside blocks, one chunk of H_TILE heads a program, from what two sweeps left.
+
+    ending [tiles, B, T, H]; starting [tiles, 2, B, T, H], in the chunk and behind it; around [chunks, H, tiles, ROWS].
+    """
+    h_tiles = tl.cdiv(H, H_TILE)
+    head = (tl.program_id(0) % h_tiles) * H_TILE + tl.arange(0, H_TILE)
+    m = (tl.program_id(0) // h_tiles) % chunks
+    segment = tl.program_id(0) // (h_tiles * chunks)
+    sequence, row, index, low, high = place(segment, cu_seqlens, segment_ends, tokens, sequences, per_sequence, N_TILE)
+    if sequence < sequences:
+        _block, inner, start, stop = cut(index, low, high, window, per_block, WINDOW)
+        begin = start + (inner * chunks + m) * chunk
+        n = tl.arange(0, C)
+        real = (head < H)[None, :]
+        mine = (n < tl.minimum(chunk, stop - begin))[:, None] & real
+        at = (row * tokens + begin) * H + n[:, None] * H + head[None, :]
+        chunk_at = (segment.to(tl.int64) * chunks + m) * H + head
+        parts = around + (chunk_at[:, None] * (tiles * ROWS) + tl.arange(0, ROWS)[None, :])
+        ends = tl.zeros([C, H_TILE], tl.float32)
+        starts_before = tl.zeros([C, H_TILE], tl.float32)
+        passing = tl.zeros([H_TILE], tl.float32)
+        for _ in range(0, tiles):
+            ends += tl.load(ending + at, mask=mine, other=0.0) - tl.load(starting + at, mask=mine, other=0.0)
+            starting += places
+            # of the token before each: a difference of sums would carry the rounding of the token's own
+            starts_before += tl.load(starting + (at - H), mask=mine & (n > 0)[:, None], other=0.0)
+            passing += tl.sum(tl.load(parts, mask=(head < H)[:, None], other=0.0), axis=1)
+            ending += places
+            starting += places
+            parts += ROWS
+        total = tl.cumsum(ends, axis=0, reverse=True) + tl.cumsum(starts_before, axis=0) + passing[None, :]
+        tl.store(gate + at, total, mask=mine)

@@ -13,9 +13,15 @@ d g_l = sum over j < l <= i of P_ij: those inside the chunk, those that end in i
 import triton
 import triton.language as tl
 
-from kernels.linear_decay.triton_sweep import decays, place, rows, sum_before
+from kernels.linear_decay.triton_sweep import decays, place, rows
 
 PLAIN = ["tokens", "sequences", "per_sequence", "window", "scale", "places"]
+
+
+@triton.jit
+def sum_before(values, place_):
+    """Sum of the values before each place; not a difference of sums: the place's own value may be much larger."""
+    return tl.sum(tl.where(place_[:, None] > place_[None, :], values[None, :], 0.0), axis=1)
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from kernels.attention import Band, attention
+from kernels.attention.bands import binding
 from kernels.operands import Impl
 from models.huggingface.scores import softcapped_attention, without_padding
 from models.huggingface.swaps import running
@@ -123,10 +124,19 @@ class SoftmaxMixer(Mixer):
         if self.softcap is not None:
             out = softcapped_attention(query, key, value, bands=bands, scale=scale, softcap=self.softcap)
         else:
-            out = attention(
-                query=query, key=key, value=value, bands=bands, scale=scale, sink_logits=sinks, impl=self.impl
-            )  # fmt: skip
+            impl: Impl = "torch" if sinks is None and has_fused_form(query, key, value, bands) else self.impl
+            out = attention(query=query, key=key, value=value, bands=bands, scale=scale, sink_logits=sinks, impl=impl)
         return out_without(out, value, self.knockouts, query, key, **settings) if self.knockouts else out
+
+
+def has_fused_form(query: Tensor, key: Tensor, value: Tensor, bands: tuple[Band, ...]) -> bool:
+    """Whether nothing is hidden and torch's fused attention takes the operands: on Hopper, faster than any of ours.
+
+    In float32 it may round to TF32, and of unequal widths it would build the T x S matrix.
+    """
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    whole = query.shape[1] == key.shape[1] and not binding(bands, key.shape[1])
+    return half and whole and query.is_cuda and query.shape[3] == value.shape[3] <= 256
 
 
 def register() -> str:

@@ -62,11 +62,13 @@ def law(tensors, dtype=torch.float32, **options):
     return {n: x.detach() for n, x in named.items()}, cotangents
 
 
-def compare(tensors, dtype=torch.float32, config=None, floor=0.0, **options):
+def compare(tensors, dtype=torch.float32, config=None, floor=0.0, constant=False, **options):
+    """`constant`: the decay gets no gradient, as in Lightning."""
     cut = options.get("cu_seqlens")
     expected, cotangents = law(tensors, dtype, **options)
     low = ("query", "key", "value")
     leaves = {n: x.to(DEVICE, dtype if n in low else torch.float32).requires_grad_() for n, x in tensors.items()}
+    leaves["log_decay"].requires_grad_(not constant)
     result = linear_decay_triton(
         *(leaves[n] for n in (*low, "log_decay")), leaves.get("initial_state"), options.get("window"),
         options.get("scale", 1.0), None if cut is None else cut.to(DEVICE), config,
@@ -76,7 +78,10 @@ def compare(tensors, dtype=torch.float32, config=None, floor=0.0, **options):
     loss = sum((x.float() * w.to(DEVICE).float()).sum() for x, w in zip(result, cotangents, strict=True))
     loss.backward()
     ours = {"out": result.out, "state": result.state} | {f"d {n}": x.grad for n, x in leaves.items()}
+    assert (ours["d log_decay"] is None) == constant
     for name, reference in expected.items():
+        if constant and name == "d log_decay":
+            continue
         assert torch.isfinite(ours[name]).all(), name
         error = relative(ours[name], reference, floor)
         assert error <= LIMITS[dtype][name.startswith("d ")], (name, error)
@@ -111,6 +116,20 @@ def given(options):
 def test_outputs_and_gradients(size, options, config):
     made, options = given(options)
     compare(operands(size, **made), config=config, **options)
+
+
+@pytest.mark.parametrize("together", [0, 1])
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        ((2, 35, 1, 8, 16), {"initial": 2, "scale": 0.7}),
+        ((1, 40, 2, 16, 5), {"fixed": True}),
+        ((1, 40, 1, 8, 16), {"initial": 4, "cu_seqlens": [0, 1, 18, 20, 40]}),
+    ],
+)
+def test_gradients_beside_a_constant_decay(size, options, together):
+    made, options = given(options)
+    compare(operands(size, **made), config=SMALL._replace(together=together, segment=1), constant=True, **options)
 
 
 @pytest.mark.parametrize(("size", "options"), BLOCKS)
@@ -336,6 +355,12 @@ class TestOnGPU:
     @pytest.mark.parametrize("initial", [False, True])
     def test_sizes(self, size, fixed, initial, dtype):
         compare(operands(size, dtype=dtype, fixed=fixed, initial=size[0] * initial), dtype, scale=size[3] ** -0.5)
+
+    @pytest.mark.parametrize("size", SIZES, ids=str)
+    @pytest.mark.parametrize("fixed", [False, True])
+    def test_gradients_beside_a_constant_decay(self, size, fixed, dtype):
+        tensors = operands(size, dtype=dtype, fixed=fixed, initial=size[0])
+        compare(tensors, dtype, scale=size[3] ** -0.5, constant=True)
 
     @pytest.mark.parametrize("window", WINDOWS)
     @pytest.mark.parametrize("fixed", [False, True])
