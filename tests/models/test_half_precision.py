@@ -53,15 +53,41 @@ def test_rotation_is_the_same_with_and_without_gradients(dtype):
     torch.testing.assert_close(without.double(), exact, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps)
 
 
-def test_a_model_in_bf16_gives_the_same_logits_while_everything_is_recorded():
+def every_kind(dtype):
     torch.manual_seed(2)
     kinds = ("swa", "full", "gdn", "mamba2", "lightning")
     config = HybridConfig(
         d_model=24, n_layers=5, n_heads=4, n_kv_heads=2, d_head=6, d_ffn=40, vocab_size=37, context_length=64,
         layer_kinds=kinds, window=5, rope_base=1e4, mamba2_state=5,
     )  # fmt: skip
-    model = HybridLM(config).to(torch.bfloat16).eval().requires_grad_(False)
-    ids = torch.randint(37, (2, 30))
+    model = HybridLM(config).to(dtype).eval().requires_grad_(False)
+    return model, torch.randint(37, (2, 30))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_the_residual_stream_is_float32_and_its_sum_is_never_rounded(dtype):
+    model, ids = every_kind(dtype)
+    with torch.no_grad(), hooks.record(model, lambda name: "hook_resid" in name or name.endswith("_out")) as seen:
+        hidden = model.final_hidden(ids)
+    assert hidden.dtype == dtype
+    for layer in range(5):
+        pre, mid, post, attn, mlp = (
+            seen[f"blocks.{layer}.hook_{name}"]
+            for name in ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
+        )
+        assert torch.equal(attn, attn.to(dtype).float())
+        assert torch.equal(mlp, mlp.to(dtype).float())
+        assert torch.equal(mid, pre + attn)
+        assert torch.equal(post, mid + mlp)
+        assert not torch.equal(post, post.to(dtype).float())
+    with torch.no_grad():
+        assert torch.equal(model.final_hidden_from(ids, 3, seen["blocks.3.hook_resid_pre"]), hidden)
+        rounded = model.final_hidden_from(ids, 3, seen["blocks.3.hook_resid_pre"].to(dtype))
+    torch.testing.assert_close(rounded, hidden, rtol=0.05, atol=0.05)
+
+
+def test_a_model_in_bf16_gives_the_same_logits_while_everything_is_recorded():
+    model, ids = every_kind(torch.bfloat16)
     with torch.no_grad():
         alone = model(ids)
         with hooks.record(model, lambda name: name.endswith("hook_scale")) as seen:

@@ -3,6 +3,7 @@
 import json
 import shutil
 import socket
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import hooks
 import models
+from kernels.attention import attention
 from models.huggingface import HuggingFaceLM, load_huggingface
 from models.huggingface.tokenizer import HuggingFaceTokenizer
 from models.safetensors_files import CheckpointError
@@ -74,6 +77,31 @@ def test_dtype_device_impl_and_parameter_count(llama, tiny_model):
     assert model.num_parameters() - model.num_parameters(embeddings=False) == 2 * 97 * 32
     tied = HuggingFaceLM(tiny_model("llama", tie_word_embeddings=True))
     assert tied.num_parameters() - tied.num_parameters(embeddings=False) == 97 * 32
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "whole"), [(torch.bfloat16, "torch"), (torch.float32, "triton")])
+def test_who_computes_attention_on_a_gpu(llama, monkeypatch, dtype, whole):
+    """torch's fused form where nothing is hidden in 16 bits; the kernels wherever something is."""
+    model = load_huggingface(llama, "cuda", dtype)
+    assert model.impl == "triton"
+    ids = torch.tensor(np.random.default_rng(0).integers(3, 97, (2, 19)), device="cuda")
+    used = []
+
+    def watched(**operands):
+        used.append(operands["impl"])
+        return attention(**operands)
+
+    monkeypatch.setattr("models.huggingface.attention.attention", watched)
+    logits = {}
+    for window in (None, 19, 18, 5):
+        used.clear()
+        with torch.no_grad(), hooks.restrict(model, "full", window=window) if window else nullcontext():
+            logits[window] = model(ids)
+        assert set(used) == {whole if window in (None, 19) else "triton"}, window
+    assert torch.equal(logits[19], logits[None])
+    torch.testing.assert_close(logits[18][:, :18], logits[None][:, :18], rtol=2e-2, atol=2e-2)
+    assert not torch.equal(logits[5], logits[None])
 
 
 def test_tied_weights_are_not_missing(tmp_path, tiny_model):
