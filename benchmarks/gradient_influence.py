@@ -173,13 +173,10 @@ def beside_released(options: argparse.Namespace, device: torch.device, dtype: to
     inputs = {length: tokens(options, length, hf.config.vocab_size, device) for length in options.tokens}
     peers = {length: released_rows(options, hf, ids) for length, ids in inputs.items()} if options.released else {}
     model = HuggingFaceLM(hf)  # from here on the model's attention is ours
-    impls = [options.impl] if options.impl else ["triton", "torch"] if device.type == "cuda" else ["torch"]
-    for (length, ids), (first, impl) in itertools.product(inputs.items(), enumerate(impls)):
-        for mixer in (mixer for layer in model.layers for mixer in layer.mixers):
-            mixer.impl = impl
-        for score, (words, keep_bytes) in settings(options, length, first == 0):
+    for length, ids in inputs.items():
+        for score, (words, keep_bytes) in settings(options, length):
             run = partial(ours, model, ids, score, keep_bytes)
-            row = measured(f"{length}: ours, {impl}, {score}, {words} kept", device, run)
+            row = measured(f"{length}: ours, {score}, {words} kept", device, run)
             peer = peers.get(length)
             if row is not None:
                 show(row, peer)
@@ -189,13 +186,13 @@ def beside_released(options: argparse.Namespace, device: torch.device, dtype: to
                 profile(run)
 
 
-def settings(options: argparse.Namespace, length: int, first: bool) -> list[tuple[str, tuple[str, float]]]:
-    """(score, (words, bytes of activations kept)) of the rows for one form of the kernels."""
+def settings(options: argparse.Namespace, length: int) -> list[tuple[str, tuple[str, float]]]:
+    """(score, (words, bytes of activations kept)) of the rows."""
     everything, lean, nothing = ("all", float("inf")), (f"{LEAN_BYTES / 1e9:g} GB", LEAN_BYTES), ("nothing", 0.0)
     if length > LONG:  # the activations of 32 blocks do not fit
-        return [("log_prob", (f"{MOST_BYTES / 1e9:g} GB", MOST_BYTES)), ("log_prob", nothing)] if first else []
+        return [("log_prob", (f"{MOST_BYTES / 1e9:g} GB", MOST_BYTES)), ("log_prob", nothing)]
     rows = [(options.score, kept) for kept in (everything, lean, nothing)]
-    return rows + ([("log_prob", everything), ("log_prob", lean)] if first else [])
+    return [*rows, ("log_prob", everything), ("log_prob", lean)]
 
 
 def released_rows(options: argparse.Namespace, hf: Any, ids: Tensor) -> Row | None:
@@ -262,13 +259,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--released", type=Path, help="folder of the released repository")
     parser.add_argument("--hybrid", nargs="+", help="architectures of models.presets instead of the Llama")
-    parser.add_argument("--impl", help="whose kernels, triton or torch; default: both for the Llama, the hybrid's own")
+    parser.add_argument("--impl", help="whose kernels a hybrid takes, triton or torch; default: the device's")
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192])
     parser.add_argument("--samples", type=int, default=5, help="timed samples; 1: one, not warmed up")
     parser.add_argument("--score", default="logit_sum", choices=["logit_sum", "argmax_logit"])
     parser.add_argument("--profile", action="store_true", help="also where the time of our first setting goes")
     parser.add_argument("--tiny", action="store_true", help="a model of a few thousand weights")
     options = parser.parse_args()
+    if options.impl and not options.hybrid:
+        parser.error("--impl chooses the kernels of a --hybrid; a Llama's attention hides nothing and is torch's")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"

@@ -56,18 +56,10 @@ def add_states(
 
 
 @triton.jit
-def crossing(pairs, t, EXACT: tl.constexpr):
-    """[C] sum over i >= t > j of pairs [i, j], which hold zeros at j >= i.
-
-    Never a difference of sums over all i and over all j. A product with ones and zeros where TF32 is exact enough: a
-    cumulative sum along rows crosses warps and took a sixth of the kernel.
-    """
-    if EXACT:
-        ending = tl.cumsum(pairs, 0, reverse=True)
-        return tl.sum(tl.where(t[:, None] > t[None, :], ending, 0.0), axis=1)
-    earlier = tl.where(t[:, None] < t[None, :], 1.0, 0.0)
-    starting = tl.dot(pairs, earlier, input_precision="tf32")
-    return tl.sum(tl.where(t[:, None] >= t[None, :], starting, 0.0), axis=0)
+def crossing(pairs, t):
+    """[C] sum over i >= t > j of pairs [i, j]: never a difference of sums over all i and over all j."""
+    ending = tl.cumsum(pairs, 0, reverse=True)
+    return tl.sum(tl.where(t[:, None] > t[None, :], ending, 0.0), axis=1)
 
 
 @triton.jit(do_not_specialize=["W", "scale"])
@@ -148,7 +140,7 @@ def gradient_kernel(
         from_queries = (rate[None, :] * read).to(dtype)
         read *= scores
         d_beta += tl.sum(read, axis=0)
-        d_pairs += crossing(tl.where(later, read * rate[None, :], 0.0), t, dtype == tl.float32)
+        d_pairs += crossing(tl.where(later, read * rate[None, :], 0.0), t)
     if KEYS:
         removed = tl.zeros([C, C], tl.float32)
         removed_t = tl.zeros([C, C], tl.float32)
@@ -174,7 +166,7 @@ def gradient_kernel(
         among_keys = (-rate[None, :] * removed - removed_t).to(dtype)
         removed *= -products
         d_beta += tl.sum(removed, axis=0)
-        d_pairs += crossing(removed * rate[None, :], t, dtype == tl.float32)
+        d_pairs += crossing(removed * rate[None, :], t)
 
     before = block_number(tl.maximum(first - 1, start), start, W, WINDOW)
     last = tl.minimum(first + C, end) - 1

@@ -90,8 +90,6 @@ def tiles(dtype: torch.dtype, key_width: int, value_width: int, window: int = 0,
     if not usual:
         return used
     used = used._replace(gradient_parts=1, gradient_columns=64, gradient_keys=64, gradient_warps=4)
-    if not narrow:
-        used = used._replace(gradient_stages=2)
     if window > LONG_SPAN:
         return used._replace(spanned=1, columns=16, carry_rows=16) if narrow else used._replace(columns=32)
     if chunk_size < window <= 3 * chunk_size // 2:  # three half chunks hold a block with less left over than two
@@ -114,8 +112,8 @@ def candidates(dtype: torch.dtype, key_width: int, value_width: int, window: int
             {"scan_stages": 3, "reverse_stages": 3, "tail_warps": 8},
             {"gradient_warps": 4, "solve_warps": 4},
             {"gradient_columns": 64, "gradient_keys": 64, "solve_warps": 8, "link_warps": 4},
-            {"gradient_columns": 32, "gradient_keys": 32, "gradient_warps": 8},
-            {"gradient_parts": 1 - used.gradient_parts},
+            # one launch with tiles of 64, four warps and two stages gives wrong gradients of queries at K = 128
+            {"gradient_parts": 0, "gradient_columns": 32, "gradient_keys": 32, "gradient_warps": 8},
             {"gradient_warps": 8, "gradient_registers": 128},
             {"chunk": 32},
             {"solve_precision": 1},

@@ -61,8 +61,8 @@ def sweep_together(
             reading = tl.exp(rest)
             writing = tl.exp(since) * scale
             weights = pair_decays(since, rate, place_, PER_TOKEN, True) * scale
-            of_value, _, _ = answer(q, do, k, k, state, reading, weights, scale, place_, True, False, PRECISION)
-            of_key, _, _ = answer(do, q, v, v, state_t, reading, weights, scale, place_, True, False, PRECISION)
+            of_value, _, _ = answer(q, do, k, k, state, reading, weights, scale, place_, True, False, True, PRECISION)
+            of_key, _, _ = answer(do, q, v, v, state_t, reading, weights, scale, place_, True, False, True, PRECISION)
             mine = n < end - begin
             value_at = d_value + begin * H * V + (n[:, None] * (H * V) + v_column[None, :])
             key_at = d_key + begin * H * K + (n[:, None] * (H * K) + k_column[None, :])

@@ -37,9 +37,9 @@ likewise), all that start in j, each apart into pairs inside the chunk and pairs
     d g_l = sum over i >= l of (e_i - f_i inside) + sum over j < l of (f_j with others) + exp(c_C) <S, dS>
 
 over l's chunk, S the state before it and dS the cotangent of the state after it: only pairs of one chunk behind l are
-taken away again, and both sweeps form them from the same rounded numbers. Initial and final state count as tokens
-before and behind all others through S and dS. With a window, the pairs of neighbouring blocks are e and f of the other
-part, summed over the block.
+taken away again, and both sweeps form them from the same rounded numbers (in float32 one sweep forms them all).
+Initial and final state count as tokens before and behind all others through S and dS. With a window, the pairs of
+neighbouring blocks are e and f of the other part, summed over the block.
 
 Every product is formed in the orientation in which it is used: some compilers for Hopper are wrong when the transposed
 result of one tl.dot is an operand of another. Transposed loads are safe.
@@ -277,28 +277,40 @@ def scan_segments(
 
 @triton.jit
 def answer(
-    x, y, u, r, state, reading, weights, scale, place_, OWN: tl.constexpr, GATE: tl.constexpr, PRECISION: tl.constexpr
+    x, y, u, r, state, reading, weights, scale, place_, OWN: tl.constexpr, GATE: tl.constexpr, REVERSE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """[C, Y] for reading tokens u from a state and from written tokens x, y; weights: reading tokens along the rows.
 
-    For the decay's gradient also r times what each reading token has from the state, and r times what it has from the
-    state and from the tile's other tokens. OWN: the tokens are the same, and what one has from itself is in neither.
+    For the decay's gradient also r times what each reading token has from the state (far), and the same of all other
+    tokens, those of the tile too. OWN: the tokens are the same, and what one has from itself is in neither. In float32
+    the tile's pairs are formed once, by the sweep forwards, which then takes away those that begin in each token: sums
+    made twice would differ by their rounding, and under strong decay little else is left.
     """
     far = tl.zeros([u.shape[0]], tl.float32)
-    all_others = tl.zeros([u.shape[0]], tl.float32)
+    others = tl.zeros([u.shape[0]], tl.float32)
+    EXACT: tl.constexpr = PRECISION == "ieee"
     scores = tl.dot(u, tl.trans(x), input_precision=PRECISION) * weights
     out = tl.dot(u, state.to(x.dtype), input_precision=PRECISION) * reading[:, None]
     if GATE:
         far = tl.sum(out * r.to(tl.float32), axis=1)
-        if OWN:
+        if EXACT:
+            others = far
+            if not (REVERSE and OWN):
+                pairs = tl.dot(r, tl.trans(y), input_precision=PRECISION) * scores
+                if OWN:
+                    pairs = tl.where(place_[:, None] == place_[None, :], 0.0, pairs)
+                    others -= tl.sum(pairs, axis=0)
+                others += tl.sum(pairs, axis=1)
+        elif OWN:
             scores = tl.where(place_[:, None] == place_[None, :], 0.0, scores)
     out = tl.dot(scores.to(x.dtype), y, acc=out, input_precision=PRECISION)
-    if GATE:
-        all_others = tl.sum(out * r.to(tl.float32), axis=1)
+    if GATE and not EXACT:
+        others = tl.sum(out * r.to(tl.float32), axis=1)
         if OWN:
             own = tl.sum(u.to(tl.float32) * x.to(tl.float32), axis=1) * scale
             out += own[:, None] * y.to(tl.float32)
-    return out, far, all_others
+    return out, far, others
 
 
 @triton.jit
@@ -363,7 +375,7 @@ def neighbour_pass(
         r_tile = rows(r, r_t, begin, end, y0, Y, C, Y_TILE) if GATE else y_tile
         weights = tl.where(seen, reading[:, None] * writing[None, :], 0.0)
         answers, _, pairs = answer(
-            x_tile, y_tile, u_tile, r_tile, summed, reading, weights, scale, place_, False, GATE, PRECISION
+            x_tile, y_tile, u_tile, r_tile, summed, reading, weights, scale, place_, False, GATE, REVERSE, PRECISION
         )
         mine = n < end - begin
         out_at = out + begin * H * Y + (n[:, None] * (H * Y) + column[None, :])
@@ -456,7 +468,7 @@ def segment_pass(
                 else:
                     tl.store(kept_at, state.to(chunk_states.dtype.element_ty), mask=kept)
             answers, far, pairs = answer(
-                x_tile, y_tile, u_tile, r_tile, state, reading, weights, scale, place_, True, GATE, PRECISION
+                x_tile, y_tile, u_tile, r_tile, state, reading, weights, scale, place_, True, GATE, REVERSE, PRECISION
             )
             mine = n < end - begin
             out_at = out + begin * H * Y + (n[:, None] * (H * Y) + column[None, :])
