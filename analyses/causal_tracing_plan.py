@@ -14,14 +14,13 @@ import models
 from analyses import causal_tracing as study
 from analyses import provenance
 from analyses.causal_knockouts import MEASURED, Set, knockout_sets, measure
-from analyses.checkpoints import DTYPES, Checkpoint, batches, named, torch_device, usable, working_dtype
+from analyses.checkpoints import DTYPES, Checkpoint, batches, kernel_impl, named, torch_device, usable, working_dtype
 from analyses.layerwise_probing_results import RANDOM_WEIGHTS, SHUFFLED_LABELS, TRAINED, to_dataset
 from analyses.probing_prompts import ProbingPrompts
 from analyses.random_weights import untrained
 from analyses.result import Dataset, Variable
 from analyses.state_features import extract_states, state_differences, state_layers
 from analyses.units import Stage
-from kernels.operands import default_impl
 from models.errors import InputError
 from probes import layerwise, niah
 from probes.patching import DIRECTIONS, ValueSwaps, activation_patching, logit_differences, value_swaps
@@ -132,7 +131,7 @@ class Plan:
         return [distance for distance in DISTANCES if distance < room]
 
     def impl(self, name: str) -> str:
-        return self.config.impl or default_impl(self.device, getattr(torch, self.dtypes[name]))
+        return kernel_impl(self.checkpoints[name], self.config.impl, self.device, self.dtypes[name])
 
     def identity(self) -> dict[str, Any]:
         """What decides the data: settings as resolved, content of checkpoints and prompts; not where files lie."""

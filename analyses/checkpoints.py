@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import models
+from kernels.operands import default_impl
 from models.config import FORMAT
 from models.errors import InputError
 from models.gguf_files import gguf_file
@@ -105,6 +106,14 @@ def working_dtype(checkpoint: Checkpoint, asked: str | None, on_gpu: bool) -> st
     if name is None or name not in DTYPES:
         raise InputError(f"{checkpoint.path}: its config.json names dtype {name!r}; choose one with --dtype")
     return name
+
+
+def kernel_impl(checkpoint: Checkpoint, asked: str | None, device: torch.device, dtype: str) -> str:
+    """Who computes the kernels, as results say it: of a Hugging Face model, its softmax layers and exact windows."""
+    used = asked or default_impl(device, getattr(torch, dtype))
+    if checkpoint.native or used == "torch" or dtype == "float32":
+        return used
+    return f"{used} (torch where attention hides nothing)"  # models.huggingface.attention.has_fused_form
 
 
 def torch_device(name: str) -> torch.device:

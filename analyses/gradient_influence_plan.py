@@ -12,11 +12,10 @@ import torch
 import models
 from analyses import gradient_influence_measures as measures
 from analyses import provenance, texts
-from analyses.checkpoints import DTYPES, Checkpoint, batches, named, torch_device, usable, working_dtype
+from analyses.checkpoints import DTYPES, Checkpoint, batches, kernel_impl, named, torch_device, usable, working_dtype
 from analyses.gradient_influence import CPU_LENGTH, CPU_TEXTS, MINIATURE_WINDOWS, N_TARGETS, PAPER_WINDOWS, Config
 from analyses.influence_curve import bin_means, log_bins
 from analyses.result import Dataset, Variable
-from kernels.operands import default_impl
 from models.errors import InputError
 from probes.gradient import Score
 
@@ -111,7 +110,7 @@ class Plan:
         return ", ".join(dict.fromkeys(self.dtypes.values()))
 
     def impl(self, name: str) -> str:
-        return self.config.impl or default_impl(self.device, getattr(torch, self.dtypes[name]))
+        return kernel_impl(self.checkpoints[name], self.config.impl, self.device, self.dtypes[name])
 
     def identity(self) -> dict[str, Any]:
         """What decides the data: settings as resolved, content of checkpoints and texts; not where files lie."""

@@ -13,14 +13,13 @@ import torch
 import models
 from analyses import layerwise_probing as study
 from analyses import provenance, texts
-from analyses.checkpoints import DTYPES, Checkpoint, batches, named, torch_device, usable, working_dtype
+from analyses.checkpoints import DTYPES, Checkpoint, batches, kernel_impl, named, torch_device, usable, working_dtype
 from analyses.features import extract, mean_embedding
 from analyses.layerwise_probing_results import RANDOM_WEIGHTS, SHUFFLED_LABELS, TRAINED, to_dataset
 from analyses.probing_prompts import ProbingPrompts, depth_bins
 from analyses.random_weights import untrained
 from analyses.result import Dataset, Variable
 from analyses.units import Stage
-from kernels.operands import default_impl
 from models.errors import InputError
 from models.safetensors_files import read_json
 from probes import layerwise, niah
@@ -131,9 +130,7 @@ class Plan:
         return ", ".join(dict.fromkeys(self.dtypes.values()))
 
     def impl(self, name: str) -> str:
-        if not self.checkpoints[name].native:
-            return "transformers"
-        return self.config.impl or default_impl(self.device, getattr(torch, self.dtypes[name]))
+        return kernel_impl(self.checkpoints[name], self.config.impl, self.device, self.dtypes[name])
 
     def identity(self) -> dict[str, Any]:
         """What decides the data: settings as resolved, content of checkpoints and texts; not where files lie."""

@@ -12,13 +12,12 @@ import torch
 import models
 from analyses import background, evaluation, mean_ablation, provenance
 from analyses import receptive_field_measures as measures
-from analyses.checkpoints import is_native, named, torch_device, usable, working_dtype
+from analyses.checkpoints import is_native, kernel_impl, named, torch_device, usable, working_dtype
 from analyses.conditions import Condition, build
 from analyses.layer_subsets import parse, subset_conditions
 from analyses.receptive_field import CPU_DOCUMENTS, CPU_PROMPTS, GPU_PROMPTS, GRID_WINDOWS, Config
 from analyses.receptive_field_units import Unit, units_of
 from analyses.result import Dataset, Variable
-from kernels.operands import default_impl
 from models.errors import InputError
 
 DTYPES = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -71,7 +70,7 @@ class Plan:
         own = described.tokenizer
         self.tokenizers[name] = alike.get(own.sha256, own)  # steps of a run share what follows
         self.dtypes[name] = working_dtype(described, self.config.dtype, self.on_gpu)
-        self.impl = self.config.impl or default_impl(self.device, getattr(torch, self.dtypes[name]))
+        self.impl = kernel_impl(described, self.config.impl, self.device, self.dtypes[name])
 
     def _context(self, name: str) -> int:
         """Tokens to study: --context, else a native model's training length; of a Hugging Face model, which may take

@@ -15,13 +15,12 @@ import models
 from analyses import provenance
 from analyses import retrieval_tracing as study
 from analyses import retrieval_tracing_measures as measures
-from analyses.checkpoints import DTYPES, torch_device, working_dtype
+from analyses.checkpoints import DTYPES, kernel_impl, torch_device, working_dtype
 from analyses.result import Dataset, Variable
 from analyses.retrieval_heads import Head, chosen, heads_of
 from analyses.retrieval_prompts import RetrievalPrompts, needle_prompts, read_prompts
 from analyses.run_checkpoints import Run, find_runs
 from analyses.units import Stage
-from kernels.operands import default_impl
 from models.errors import InputError
 from models.safetensors_files import read_json
 
@@ -160,7 +159,7 @@ class Plan:
         return working_dtype(self.runs[run].described, self.config.dtype, self.on_gpu)
 
     def impl(self, run: str) -> str:
-        return self.config.impl or default_impl(self.device, getattr(torch, self.dtype(run)))
+        return kernel_impl(self.runs[run].described, self.config.impl, self.device, self.dtype(run))
 
     def identity(self) -> dict[str, Any]:
         """What decides the data: settings as resolved, content of checkpoints and prompts; not where files lie."""
