@@ -31,16 +31,11 @@ CENTRED = 0.05  # norm of the rows' sum / that of independent rows; centring in 
 def score_function(
     model: Any, score: Score, targets: Int[Tensor, " P"], following: Int[Tensor, "B P"] | None
 ) -> Callable[[Float[Tensor, "B T D"]], Float[Tensor, " B"]]:
-    """final_hidden -> s per sample. Raises ValueError for logit_sum of a centred unembedding."""
+    """final_hidden -> s per sample, which raises ValueError for logit_sum of a centred unembedding."""
     if score == "log_prob":
         assert following is not None
         return partial(_log_prob, model, targets, following)
-    if score == "argmax_logit":
-        return partial(_argmax_logit, model, targets)
-    direction = _sum_direction(model)
-    if direction is None:
-        return partial(_capped_sum, model, targets)
-    return lambda hidden: (wide(hidden[:, targets]) @ direction).mean(1)
+    return partial(_argmax_logit if score == "argmax_logit" else _logit_sum, model, targets)
 
 
 def _log_prob(model: Any, targets: Tensor, following: Tensor, hidden: Tensor) -> Float[Tensor, " B"]:
@@ -51,7 +46,11 @@ def _log_prob(model: Any, targets: Tensor, following: Tensor, hidden: Tensor) ->
     return _in_chunks(chosen, hidden, targets, following) / len(targets)
 
 
-def _capped_sum(model: Any, targets: Tensor, hidden: Tensor) -> Float[Tensor, " B"]:
+def _logit_sum(model: Any, targets: Tensor, hidden: Tensor) -> Float[Tensor, " B"]:
+    direction = _sum_direction(model, hidden.shape[-1])
+    if direction is not None:
+        return (wide(hidden[:, targets]) @ direction).mean(1)
+
     def total(rows: Tensor) -> Tensor:
         return wide(model.unembed(rows)).sum((1, 2))
 
@@ -79,13 +78,12 @@ def _in_chunks(function: Callable[..., Tensor], hidden: Tensor, targets: Tensor,
 
 
 @torch.no_grad()
-def _sum_direction(model: Any) -> Float[Tensor, " D"] | None:
+def _sum_direction(model: Any, width: int) -> Float[Tensor, " D"] | None:
     """The sum of the unembedding's rows, from its gradient; None where it is not linear (soft-capping).
 
     Hidden states far larger than real ones tell: a cap of 30 bends logits of 300, not those of a small probe. Powers
     of two scale a linear map without rounding.
     """
-    width = model.final_hidden(torch.zeros(1, 1, dtype=torch.long, device=model.device)).shape[-1]
     generator = torch.Generator().manual_seed(0)
     probe = torch.randn(8, width, generator=generator).to(model.device, model.dtype)
     origin = wide(model.unembed(torch.zeros_like(probe)))  # the bias of an unembedding that has one
