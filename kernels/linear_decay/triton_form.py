@@ -1,4 +1,4 @@
-"""linear_decay on a GPU through the kernels of triton_sweep.py and triton_window.py: plans, launches, autograd.
+"""linear_decay on a GPU: plans, launches, autograd of the kernels in triton_sweep, triton_gradients, triton_window.
 
     S_t = exp(g_t) S_{t-1} + k_t v_t^T        o_t = scale * S_t^T q_t
 
@@ -49,7 +49,7 @@ class Config(NamedTuple):
     back_stages: int
     fill: int = 2  # programs that run on a multiprocessor at a time
     segment: int = 0  # chunks per segment; 0: from the number of multiprocessors
-    together: int = 0  # 1: gradients of key and value by one program, but with a window or the decay's gradient
+    together: int = 0  # 1: one program makes d key and d value, if neither a window nor the decay's gradient is wanted
 
 
 FULL = Config(32, 32, 32, 8, 1, 32, 32, 8, 1)  # float32: larger tiles of scalar products do not fit into registers
@@ -141,12 +141,14 @@ def plan_band(config: Config, rows: int, tokens: int, packed: int) -> Cut:
 
 
 class Pairs(NamedTuple):
-    """What a sweep leaves of the decay's gradient, and what the other one needs for it; see triton_sweep.py."""
+    """What a sweep leaves of the decay's gradient, a part for each tile of the state; see triton_sweep.py."""
 
-    near: Tensor
-    far: Tensor
-    kept: Tensor
-    around: Tensor
+    near: (
+        Tensor  # [tiles, 1, B, T, H] with the own block's earlier tokens; backwards 2: the chunk's later ones, the rest
+    )
+    far: Tensor  # [tiles, B, T, H] with tokens of the neighbouring block (windows only)
+    kept: Tensor  # what the sweep forwards leaves for the one backwards; see Launch.kept_between
+    around: Tensor  # [chunks, H, tiles, rows] backwards: pairs around a chunk, summed over columns of the state
 
 
 class Launch:

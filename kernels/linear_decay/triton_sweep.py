@@ -398,8 +398,8 @@ def segment_pass(
 ):  # fmt: skip
     """One segment's outputs, one tile of the state; names as at the head of this file, r = query or key under GATE.
 
-    Outputs are contiguous [parts, B, T, H, Y], one part for each tile of X; the gates [parts, B, T, H], one for each
-    tile. `places` = B * T * H. HAS_START: `starts` holds the states of all segments (of all sequences, if each has one
+    Outputs are contiguous [parts, B, T, H, Y], one part for each tile of X; the gates are Pairs of triton_form.py.
+    `places` = B * T * H. HAS_START: `starts` holds the states of all segments (of all sequences, if each has one
     segment only; then STORE_END writes the last states to `ends`).
     GATE, forwards: writes the states before all chunks and, for the decay, each token's pairs with earlier ones;
     backwards: its pairs with later ones of its chunk, with those behind it, and, in parts, the pairs around the chunk.

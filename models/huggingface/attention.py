@@ -124,7 +124,9 @@ class SoftmaxMixer(Mixer):
         if self.softcap is not None:
             out = softcapped_attention(query, key, value, bands=bands, scale=scale, softcap=self.softcap)
         else:
-            impl: Impl = "torch" if sinks is None and has_fused_form(query, key, value, bands) else self.impl
+            impl = self.impl
+            if impl == "triton" and sinks is None and has_fused_form(query, key, value, bands):
+                impl = "torch"
             out = attention(query=query, key=key, value=value, bands=bands, scale=scale, sink_logits=sinks, impl=impl)
         return out_without(out, value, self.knockouts, query, key, **settings) if self.knockouts else out
 
