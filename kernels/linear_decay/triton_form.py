@@ -267,12 +267,18 @@ class Launch:
             return ending.near.sum((0, 1)) + starting.near.sum((0, 1))
         cut, tiles, rows = self.cut, *starting.around.shape[2:]
         gate = _float32(tuple(ending.near.shape[2:]), self.gates)
-        kernel.collect_pairs[(cut.segments * cut.chunks * _ceil(self.heads, HEADS),)](
-            ending.near, starting.near, starting.around, gate, self.cu_seqlens, self.ends, *self._layout(), self.scale,
-            self._places(), tiles, self.heads, C=self.shared["C"], ROWS=rows, H_TILE=HEADS,
-            N_TILE=self.shared["N_TILE"], WINDOW=cut.window > 0, num_warps=4,
+        windowed, chunks = cut.window > 0, cut.segments * cut.chunks
+        far_sums = _float32((2, chunks, self.heads) if windowed else (0,), self.gates)
+        grid = (chunks * _ceil(self.heads, HEADS),)
+        numbers = (self.cu_seqlens, self.ends, *self._layout(), self._places(), tiles, chunks, self.heads)
+        sizes = {"C": self.shared["C"], "H_TILE": HEADS, "N_TILE": self.shared["N_TILE"], "num_warps": 4}
+        if windowed:
+            kernel.sum_far_pairs[grid](ending.far, starting.far, far_sums, *numbers, **sizes)
+        kernel.collect_pairs[grid](
+            ending.near, starting.near, starting.around, ending.far, starting.far, far_sums, gate, *numbers,
+            ROWS=rows, WINDOW=windowed, **sizes,
         )  # fmt: skip
-        return gate + self._block_sums(ending.far.sum(0), starting.far.sum(0)) if cut.window else gate
+        return gate
 
     def read(
         self, x: Tensor, y: Tensor, u: Tensor, r: Tensor, made: dict[str, Tensor], ends: Tensor | None,
@@ -358,19 +364,6 @@ class Launch:
             shape = (self.cut.segments, self.heads, tiles, self._depth() + 1)
             return torch.empty(shape, dtype=torch.float32, device=like.device)
         return like.new_empty(self.cut.segments * self.cut.chunks, self.heads, self.k, self.v)
-
-    def _block_sums(self, ending: Tensor, starting: Tensor) -> Tensor:
-        """Per token l the sums over its block of `ending` from l on and of `starting` before l, both [B, T, H]."""
-        token = torch.arange(self.tokens, device=ending.device)
-        low, high = torch.zeros_like(token), torch.full_like(token, self.tokens)
-        if self.shared["N_TILE"]:
-            sequence = torch.searchsorted(self.cu_seqlens[1:].to(token.dtype), token, right=True)
-            low, high = self.cu_seqlens[sequence].to(token.dtype), self.cu_seqlens[sequence + 1].to(token.dtype)
-        start = low + (token - low) // self.cut.window * self.cut.window
-        stop = torch.minimum(start + self.cut.window, high)
-        zero = torch.zeros_like(ending[:, :1], dtype=torch.float64)
-        ends, starts = (torch.cat([zero, x.double().cumsum(1)], 1) for x in (ending, starting))
-        return (ends[:, stop] - ends[:, :-1] + starts[:, :-1] - starts[:, start]).float()
 
 
 def _parts(like: Tensor, parts: int, shape: tuple[int, ...]) -> Tensor:

@@ -38,8 +38,8 @@ likewise), all that start in j, each apart into pairs inside the chunk and pairs
 
 over l's chunk, S the state before it and dS the cotangent of the state after it: only pairs of one chunk behind l are
 taken away again, and both sweeps form them from the same rounded numbers (in float32 one sweep forms them all).
-Initial and final state count as tokens before and behind all others through S and dS. With a window, the pairs of
-neighbouring blocks are e and f of the other part, summed over the block.
+Initial and final state count as tokens before and behind all others through S and dS. With a window, pairs with the
+block before (after) are e (f) of a part of their own and are collected alike, over the whole block.
 
 Every product is formed in the orientation in which it is used: some compilers for Hopper are wrong when the transposed
 result of one tl.dot is an operand of another. Transposed loads are safe.
@@ -539,41 +539,95 @@ def sweep_key_value(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=[*PLAIN, "places", "tiles"])
-def collect_pairs(
-    ending, starting, around, gate, cu_seqlens, segment_ends,
-    tokens, sequences, per_sequence, window, per_block, chunk, chunks, scale, places, tiles, H,
-    C: tl.constexpr, ROWS: tl.constexpr, H_TILE: tl.constexpr, N_TILE: tl.constexpr, WINDOW: tl.constexpr,
+@triton.jit
+def pairs_place(
+    cu_seqlens, segment_ends, tokens, sequences, per_sequence, window, per_block, chunk, chunks, H,
+    C: tl.constexpr, H_TILE: tl.constexpr, N_TILE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """The decay's gradient inside blocks, one chunk of H_TILE heads a program, from what two sweeps left.
-
-    ending [tiles, B, T, H]; starting [tiles, 2, B, T, H], in the chunk and behind it; around [chunks, H, tiles, ROWS].
-    """
+    """Of a program for one chunk of H_TILE heads: heads, whether it has work, its chunk's index in all and in its
+    block, where its tokens' numbers lie in [B, T, H], and which of them exist."""
     h_tiles = tl.cdiv(H, H_TILE)
     head = (tl.program_id(0) % h_tiles) * H_TILE + tl.arange(0, H_TILE)
-    m = (tl.program_id(0) // h_tiles) % chunks
+    chunk_at = (tl.program_id(0) // h_tiles).to(tl.int64)
     segment = tl.program_id(0) // (h_tiles * chunks)
     sequence, row, index, low, high = place(segment, cu_seqlens, segment_ends, tokens, sequences, per_sequence, N_TILE)
-    if sequence < sequences:
-        _block, inner, start, stop = cut(index, low, high, window, per_block, WINDOW)
-        begin = start + (inner * chunks + m) * chunk
-        n = tl.arange(0, C)
-        real = (head < H)[None, :]
-        mine = (n < tl.minimum(chunk, stop - begin))[:, None] & real
-        at = (row * tokens + begin) * H + n[:, None] * H + head[None, :]
-        chunk_at = (segment.to(tl.int64) * chunks + m) * H + head
-        parts = around + (chunk_at[:, None] * (tiles * ROWS) + tl.arange(0, ROWS)[None, :])
+    _block, inner, start, stop = cut(index, low, high, window, per_block, WINDOW)
+    in_block = inner * chunks + tl.program_id(0) // h_tiles % chunks
+    begin = start + in_block * chunk
+    n = tl.arange(0, C)
+    mine = (n < tl.minimum(chunk, stop - begin))[:, None] & (head < H)[None, :]
+    return head, sequence < sequences, chunk_at, in_block, (row * tokens + begin + n[:, None]) * H + head[None, :], mine
+
+
+@triton.jit(do_not_specialize=[*PLAIN, "places", "tiles", "all_chunks"])
+def sum_far_pairs(
+    ending, starting, sums, cu_seqlens, segment_ends,
+    tokens, sequences, per_sequence, window, per_block, chunk, chunks, places, tiles, all_chunks, H,
+    C: tl.constexpr, H_TILE: tl.constexpr, N_TILE: tl.constexpr,
+):  # fmt: skip
+    """[2, chunks, H]: pairs with neighbouring blocks that end, and that start, in each chunk."""
+    head, works, chunk_at, _, at, mine = pairs_place(
+        cu_seqlens, segment_ends, tokens, sequences, per_sequence, window, per_block, chunk, chunks, H, C, H_TILE,
+        N_TILE, True,
+    )  # fmt: skip
+    if works:
+        ends = tl.zeros([C, H_TILE], tl.float32)
+        starts = tl.zeros([C, H_TILE], tl.float32)
+        for _ in range(0, tiles):
+            ends += tl.load(ending + at, mask=mine, other=0.0)
+            starts += tl.load(starting + at, mask=mine, other=0.0)
+            ending += places
+            starting += places
+        to = sums + chunk_at * H + head
+        tl.store(to, tl.sum(ends, axis=0), mask=head < H)
+        tl.store(to + all_chunks.to(tl.int64) * H, tl.sum(starts, axis=0), mask=head < H)
+
+
+@triton.jit(do_not_specialize=[*PLAIN, "places", "tiles", "all_chunks"])
+def collect_pairs(
+    ending, starting, around, far_ending, far_starting, far_sums, gate, cu_seqlens, segment_ends,
+    tokens, sequences, per_sequence, window, per_block, chunk, chunks, places, tiles, all_chunks, H,
+    C: tl.constexpr, ROWS: tl.constexpr, H_TILE: tl.constexpr, N_TILE: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """The decay's gradient, one chunk of H_TILE heads a program, from what two sweeps left.
+
+    ending [tiles, B, T, H]; starting [tiles, 2, B, T, H], in the chunk and behind it; around [chunks, H, tiles, ROWS].
+    With a window also the pairs with neighbouring blocks, far_... [tiles, B, T, H] and their sums by sum_far_pairs.
+    """
+    SUMS: tl.constexpr = 64
+    head, works, chunk_at, in_block, at, mine = pairs_place(
+        cu_seqlens, segment_ends, tokens, sequences, per_sequence, window, per_block, chunk, chunks, H, C, H_TILE,
+        N_TILE, WINDOW,
+    )  # fmt: skip
+    if works:
+        # of the token before each: a difference of sums would carry the rounding of the token's own
+        preceded = mine & (tl.arange(0, C) > 0)[:, None]
+        parts = around + (((chunk_at * H + head) * (tiles * ROWS))[:, None] + tl.arange(0, ROWS)[None, :])
         ends = tl.zeros([C, H_TILE], tl.float32)
         starts_before = tl.zeros([C, H_TILE], tl.float32)
         passing = tl.zeros([H_TILE], tl.float32)
         for _ in range(0, tiles):
             ends += tl.load(ending + at, mask=mine, other=0.0) - tl.load(starting + at, mask=mine, other=0.0)
             starting += places
-            # of the token before each: a difference of sums would carry the rounding of the token's own
-            starts_before += tl.load(starting + (at - H), mask=mine & (n > 0)[:, None], other=0.0)
+            starts_before += tl.load(starting + (at - H), mask=preceded, other=0.0)
             passing += tl.sum(tl.load(parts, mask=(head < H)[:, None], other=0.0), axis=1)
+            if WINDOW:
+                ends += tl.load(far_ending + at, mask=mine, other=0.0)
+                starts_before += tl.load(far_starting + (at - H), mask=preceded, other=0.0)
+                far_ending += places
+                far_starting += places
             ending += places
             starting += places
             parts += ROWS
+        if WINDOW:  # those that end in the block's later chunks, and those that start in its earlier ones
+            in_all = chunk_at - in_block
+            for base in range(0, per_block * chunks, SUMS):
+                other = base + tl.arange(0, SUMS)
+                sums_at = far_sums + (in_all + other)[:, None] * H + head[None, :]
+                exists = (other < per_block * chunks)[:, None] & (head < H)[None, :]
+                later = tl.load(sums_at, mask=exists & (other > in_block)[:, None], other=0.0)
+                sums_at += all_chunks.to(tl.int64) * H
+                earlier = tl.load(sums_at, mask=exists & (other < in_block)[:, None], other=0.0)
+                passing += tl.sum(later + earlier, axis=0)
         total = tl.cumsum(ends, axis=0, reverse=True) + tl.cumsum(starts_before, axis=0) + passing[None, :]
         tl.store(gate + at, total, mask=mine)

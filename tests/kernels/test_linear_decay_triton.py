@@ -433,14 +433,15 @@ def test_compiled_by_inductor(window):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="needs CUDA")
-def test_long_weak_decay_keeps_float32_accuracy():
+@pytest.mark.parametrize("window", [None, 5000])
+def test_long_weak_decay_keeps_float32_accuracy(window):
     """At 16,384 tokens a float32 running sum of log decays would be off by 1e-4. The law: torch in float64."""
     tensors = operands((1, 16384, 2, 64, 64), log_decay=-0.002)
     leaves = {n: x.to(DEVICE).requires_grad_() for n, x in tensors.items()}
     results = []
     for dtype, impl in ((torch.float64, "torch"), (torch.float32, "triton")):
         call = {n: x.detach().to(dtype).requires_grad_() for n, x in leaves.items()}
-        result = linear_decay(**call, impl=impl, scale=0.125)
+        result = linear_decay(**call, impl=impl, window=window, scale=0.125)
         result.out.square().sum().backward()
         results.append([*result, *(x.grad for x in call.values())])
     for law_, ours in zip(*results, strict=True):
