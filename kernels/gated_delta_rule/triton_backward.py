@@ -33,13 +33,14 @@ def reverse_kernel(
     H, W, scale,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TILES: tl.constexpr,
     OWN: tl.constexpr, WINDOW: tl.constexpr, LINKED: tl.constexpr, READ: tl.constexpr, SAVE: tl.constexpr,
-    STATES: tl.constexpr, ENDS: tl.constexpr, PRECISION: tl.constexpr,
+    STATES: tl.constexpr, ENDS: tl.constexpr, SPANS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One segment of one head, a tile of columns, last chunk first; `starts` is dS after the segment, `ends` before it.
 
     LINKED 1: starts is [segments, H, K, V], 2: [sequences, ...], read by a sequence's last segment; 0: nothing is read.
     OWN: dS is I at the end of every window block and no output is read, so that dy is k~ of kernels/blocks.py. READ:
     do is read. ENDS 1: ends is [segments, H, K, V], 2: [sequences, ...], written by a sequence's first segment, 0: not.
+    SPANS: segments are spans, LINKED is 2, and cotangents known to be 0, behind spans but the last, are not written.
     """
     program = tl.program_id(0).to(tl.int64)
     tile = (program % TILES).to(tl.int32)
@@ -65,6 +66,8 @@ def reverse_kernel(
         state = tl.load(starts + (segment * H + h) * AREA + state_at, mask=in_state, other=0.0)
     elif LINKED == 2:
         last_one = begin + (high - low) * C >= end
+        if SPANS:
+            last_one = (tl.load(segments + segment * 4 + 3) & 2) == 0
         state = tl.load(starts + (sequence * H + h) * AREA + state_at, mask=in_state & last_one, other=0.0)
     elif OWN:
         state = tl.where(eye, 1.0, 0.0)
@@ -97,7 +100,8 @@ def reverse_kernel(
         faded = tl.exp(summed)
         rounded = state.to(dtype)
         if STATES:
-            tl.store(cotangents + at * AREA + state_at, rounded, mask=in_state)
+            kept = in_state & (last_one | (first + C < end)) if SPANS else in_state
+            tl.store(cotangents + at * AREA + state_at, rounded, mask=kept)
         dx = tl.dot(keys, rounded, input_precision=PRECISION)
         if WINDOW:
             before = block_number(tl.maximum(first - 1, start), start, W, WINDOW)

@@ -27,13 +27,14 @@ def scan_kernel(
     H, W, scale,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     VALUE_TILES: tl.constexpr, TILES: tl.constexpr, WINDOW: tl.constexpr, LINKED: tl.constexpr,
-    OUTPUT: tl.constexpr, SAVE: tl.constexpr, ENDS: tl.constexpr, PRECISION: tl.constexpr,
+    OUTPUT: tl.constexpr, SAVE: tl.constexpr, ENDS: tl.constexpr, SPANS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One segment, one head, one tile of columns; tiles from VALUE_TILES on are transition columns.
 
     LINKED: starts [segments, H, K, columns] are read, else 0 | I. OUTPUT 1: out and pulled are written, 2: pulled only.
     ENDS 1: ends is [segments, H, K, columns], 2: [sequences, ...], written by a sequence's last segment, 0: not.
-    SAVE: states [chunks, H, K, columns] and written (z) [chunks, H, C, columns] are written.
+    SAVE: states [chunks, H, K, columns] and written (z) [chunks, H, C, columns] are written. SPANS: segments are spans;
+    where one begins the state is known, 0 | I, and not written.
     """
     program = tl.program_id(0).to(tl.int64)
     tile = (program % TILES).to(tl.int32)
@@ -96,7 +97,8 @@ def scan_kernel(
         faded = tl.exp(summed)
         rounded = state.to(dtype)
         if SAVE:
-            tl.store(states + at * AREA + state_at, rounded, mask=in_state)
+            kept = in_state & (first > begin) if SPANS else in_state
+            tl.store(states + at * AREA + state_at, rounded, mask=kept)
         read = tl.dot(keys, rounded, input_precision=PRECISION)
         if WINDOW:
             before = block_number(tl.maximum(first - 1, start), start, W, WINDOW)
@@ -148,7 +150,10 @@ def scan_kernel(
         at += H
 
     if ENDS == 2:
-        tl.store(ends + (sequence * H + h) * AREA + state_at, state, mask=in_state & (first >= end))
+        final = first >= end
+        if SPANS:
+            final = (tl.load(segments + segment * 4 + 3) & 2) == 0
+        tl.store(ends + (sequence * H + h) * AREA + state_at, state, mask=in_state & final)
     if ENDS == 1:
         tl.store(ends + (segment * H + h) * AREA + state_at, state, mask=in_state)
 

@@ -32,20 +32,31 @@ def add_pairs(
 @triton.jit
 def add_states(
     asked, taken, kept, inner, do, do_t, dy, dy_t, z, z_t, states, states_t, cotangents, t64, valid, key_at, in_key,
+    opens, closes,
     WIDTH: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, READ: tl.constexpr, TAKE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    OPENS: tl.constexpr, CLOSES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add do S^T, dy S^T, z dS'^T [C, keys] and <S, dS'> over the columns of one group, for one tile of keys."""
+    """Add do S^T, dy S^T, z dS'^T [C, keys] and <S, dS'> over the columns of one group, for one tile of keys.
+
+    OPENS: where `opens`, S is known and not read, 0 (OPENS 1) or I (OPENS 2); CLOSES: dS' where `closes`, likewise.
+    """
     place = tl.arange(0, C)
     for at in range(0, WIDTH, BV):
         column = at + tl.arange(0, BV)
         inside = valid[:, None] & (column < WIDTH)[None, :]
         in_state = (column < WIDTH)[:, None] & in_key[None, :]
-        state = tl.load(states + key_at[None, :] * states_t + column[:, None], mask=in_state, other=0.0)
+        eye = column[:, None] == key_at[None, :]
+        state_there = in_state & ~opens if OPENS else in_state
+        state = tl.load(states + key_at[None, :] * states_t + column[:, None], mask=state_there, other=0.0)
+        if OPENS == 2:
+            state = tl.where(eye & opens, 1.0, state).to(states.dtype.element_ty)
         if TAKE:
             wrote = tl.load(z + place[:, None] * z_t + column[None, :], mask=inside, other=0.0)
             solved = tl.load(dy + t64[:, None] * dy_t + column[None, :], mask=inside, other=0.0).to(wrote.dtype)
-            cotangent = tl.load(cotangents + key_at[None, :] * WIDTH + column[:, None], mask=in_state, other=0.0)
+            cotangent_at = cotangents + key_at[None, :] * WIDTH + column[:, None]
+            cotangent = tl.load(cotangent_at, mask=in_state & ~closes if CLOSES else in_state, other=0.0)
+            if CLOSES == 2:
+                cotangent = tl.where(eye & closes, 1.0, cotangent).to(cotangents.dtype.element_ty)
             taken += tl.dot(solved, state, input_precision=PRECISION)
             kept += tl.dot(wrote, cotangent, input_precision=PRECISION)
             inner += tl.sum(state.to(tl.float32) * cotangent.to(tl.float32))
@@ -69,22 +80,31 @@ def gradient_kernel(
     q_b, q_t, q_h, k_b, k_t, k_h, do_b, do_t, do_h, beta_b, beta_t, beta_h, s_b, s_t, dy_b, dy_t, dy_h,
     x_b, x_t, x_h, H, W, scale,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUPS: tl.constexpr,
-    WINDOW: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, SPANS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of query, key, log_decay and beta in one chunk of one head.
 
     Column groups: values (do, dy, written, states, cotangents) and, with a window, pulled-back queries (do_2, dy_2; the
     same written and states, from column V on) and carried keys (dy_3, written_3, states_3). [B, T, H, K] tensors of
     ours, dq and dk among them, have strides x. GROUPS: there are the window's columns; WINDOW: blocks begin or end
-    inside chunks. tail_dv, if given, gets dy added. QUERIES: dq and the pairs that are read, KEYS: dk and the others;
-    KEYS alone adds its terms of dg and dbeta to what a launch with QUERIES has stored.
+    inside chunks; SPANS: chunks are those of spans, and what is known at a span's ends is not read. tail_dv, if given,
+    gets dy added. QUERIES: dq and the pairs that are read, KEYS: dk and the others; KEYS alone adds its terms of dg and
+    dbeta to what a launch with QUERIES has stored.
     """
     program = tl.program_id(0).to(tl.int64)
     chunk, h = program // H, program % H
-    b = tl.load(chunks + chunk * 4).to(tl.int64)
-    first = tl.load(chunks + chunk * 4 + 1)
-    start = tl.load(chunks + chunk * 4 + 2)
-    end = tl.load(chunks + chunk * 4 + 3)
+    ROW: tl.constexpr = 5 if SPANS else 4
+    b = tl.load(chunks + chunk * ROW).to(tl.int64)
+    first = tl.load(chunks + chunk * ROW + 1)
+    start = tl.load(chunks + chunk * ROW + 2)
+    end = tl.load(chunks + chunk * ROW + 3)
+    opens = first == start
+    ends = first + C >= end
+    none_behind = ends
+    if SPANS:
+        none_behind = ends & ((tl.load(chunks + chunk * ROW + 4) & 2) != 0)
+    ZERO: tl.constexpr = 1 if SPANS else 0
+    UNIT: tl.constexpr = 2 if SPANS else 0
     COLUMNS: tl.constexpr = V + K if GROUPS else V
     place = tl.arange(0, C)
     t = first + place
@@ -186,18 +206,19 @@ def gradient_kernel(
         kept = tl.zeros([C, BK], tl.float32)
         asked, taken, kept, inner = add_states(
             asked, taken, kept, inner, do, do_t, dy, dy_t, written, COLUMNS, states, COLUMNS, cotangents, t64, valid,
-            key_at, in_key, V, C, BV, QUERIES, KEYS, PRECISION,
+            key_at, in_key, opens, none_behind, V, C, BV, QUERIES, KEYS, ZERO, ZERO, PRECISION,
         )  # fmt: skip
         inside = valid[:, None] & in_key[None, :]
         if GROUPS:
             asked, taken, kept, inner = add_states(
                 asked, taken, kept, inner, do_2, x_t, dy_2, x_t, written + V, COLUMNS, states + V, COLUMNS,
-                cotangents_2, t64, valid, key_at, in_key, K, C, BV, QUERIES, KEYS, PRECISION,
+                cotangents_2, t64, valid, key_at, in_key, opens, none_behind, K, C, BV, QUERIES, KEYS, UNIT, ZERO,
+                PRECISION,
             )  # fmt: skip
             if KEYS:
                 asked, taken, kept, inner = add_states(
                     asked, taken, kept, inner, do_2, x_t, dy_3, x_t, written_3, K, states_3, K, cotangents_3, t64,
-                    valid, key_at, in_key, K, C, BV, False, True, PRECISION,
+                    valid, key_at, in_key, opens, ends, K, C, BV, False, True, ZERO, UNIT, PRECISION,
                 )  # fmt: skip
         if WINDOW:
             # blocks that open or close inside the chunk start from I and end in I there
@@ -210,8 +231,10 @@ def gradient_kernel(
                 own = inside & (~closes)[:, None]
                 here = tl.load(written_3 + place[:, None] * K + key_at[None, :], mask=own, other=0.0).to(tl.float32)
                 kept = tl.where(closes[:, None], kept, here)
-                opened += tl.sum(tl.load(cotangents_2 + key_at * K + key_at, mask=in_key, other=0.0).to(tl.float32))
-                closed += tl.sum(tl.load(states_3 + key_at * K + key_at, mask=in_key, other=0.0).to(tl.float32))
+                from_next = in_key & ~none_behind if SPANS else in_key
+                from_last = in_key & ~opens if SPANS else in_key
+                opened += tl.sum(tl.load(cotangents_2 + key_at * K + key_at, mask=from_next, other=0.0).to(tl.float32))
+                closed += tl.sum(tl.load(states_3 + key_at * K + key_at, mask=from_last, other=0.0).to(tl.float32))
         keys = tl.load(k + t64[:, None] * k_t + key_at[None, :], mask=inside, other=0.0)
         queries = tl.load(q + t64[:, None] * q_t + key_at[None, :], mask=inside, other=0.0)
         key_values = keys.to(tl.float32)

@@ -165,7 +165,7 @@ def scan(
         p.heads, p.window, p.scale,
         K=width, V=value_width, C=p.sizes.chunk, BK=power_of_two(width), BV=columns, VALUE_TILES=value_tiles,
         TILES=n_tiles, WINDOW=p.masked, LINKED=starts is not None, OUTPUT=output, SAVE=states is not None,
-        ENDS=ends[0] if ends else 0, PRECISION=p.precision(), num_warps=p.sizes.scan_warps,
+        ENDS=ends[0] if ends else 0, SPANS=p.spanned, PRECISION=p.precision(), num_warps=p.sizes.scan_warps,
         num_stages=p.sizes.scan_stages,
     )  # fmt: skip
 
@@ -192,13 +192,12 @@ def link(
 def reverse(
     p: Problem, saved: Saved | tuple[Tensor, Tensor, Tensor], dout: Tensor | None, dy: Tensor | None, width: int, *,
     starts: Tensor | None = None, ends: tuple[int, Tensor] | None = None, cotangents: Tensor | None = None,
-    by_segment: bool = False,
 ) -> None:  # fmt: skip
     """One launch of the reverse scan over `width` columns; without dout the scan that makes k~."""
     inverse, since, rest = saved[:3]
     none = (0, 0, 0)
     n_tiles = triton_layout.ceil(width, p.sizes.columns)
-    linked = 0 if starts is None else 1 if p.table.linked or by_segment else 2
+    linked = 0 if starts is None else 1 if p.table.linked else 2
     reverse_kernel[(p.n_segments * p.heads * n_tiles,)](
         p.query, p.key, dout, p.beta, since, rest, inverse, p.table.chunks, p.table.segments, starts,
         ends[1] if ends else None, cotangents, dy,
@@ -206,7 +205,7 @@ def reverse(
         *strides(since)[:2], *(none if dy is None else strides(dy)), p.heads, p.window, p.scale,
         K=p.widths[0], V=width, C=p.sizes.chunk, BK=power_of_two(p.widths[0]), BV=p.sizes.columns, TILES=n_tiles,
         OWN=dout is None, WINDOW=p.masked, LINKED=linked, READ=dout is not None, SAVE=dy is not None,
-        STATES=cotangents is not None, ENDS=ends[0] if ends else 0, PRECISION=p.precision(),
+        STATES=cotangents is not None, ENDS=ends[0] if ends else 0, SPANS=p.spanned, PRECISION=p.precision(),
         num_warps=p.sizes.reverse_warps, num_stages=p.sizes.reverse_stages,
     )  # fmt: skip
 
@@ -374,11 +373,12 @@ def gradients(
     registers = {"maxnreg": p.sizes.gradient_registers} if p.sizes.gradient_registers else {}
     for queries, keys in ((True, False), (False, True)) if p.sizes.gradient_parts else ((True, True),):
         gradient_kernel[(p.n_chunks * h,)](
-            p.query, p.key, dout, p.beta, saved.since, saved.rest, p.table.chunks, dv, *left, *more, dq, dk, dg, dbeta,
+            p.query, p.key, dout, p.beta, saved.since, saved.rest,
+            p.table.chunks if p.table.of_spans is None else p.table.of_spans, dv, *left, *more, dq, dk, dg, dbeta,
             tail_dv, *strides(p.query), *strides(p.key), *strides(dout), *strides(p.beta), *strides(dg)[:2],
             *strides(dv), *strides(dq), h, p.window, p.scale, K=k, V=v, C=p.sizes.chunk,
             BK=min(p.sizes.gradient_keys, power_of_two(k)), BV=min(p.sizes.gradient_columns, power_of_two(v)),
-            GROUPS=p.window > 0, WINDOW=p.masked, QUERIES=queries, KEYS=keys, PRECISION=p.precision(),
+            GROUPS=p.window > 0, WINDOW=p.masked, SPANS=p.spanned, QUERIES=queries, KEYS=keys, PRECISION=p.precision(),
             num_warps=p.sizes.gradient_warps, num_stages=p.sizes.gradient_stages, **registers,
         )  # fmt: skip
     return Gradients(dq, dk, dv if tail_dv is None else tail_dv, dg, dbeta, None)

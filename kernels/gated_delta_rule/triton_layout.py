@@ -176,7 +176,7 @@ class Layout(NamedTuple):
     blocks: Tensor  # [blocks, 4] first and end of the chunks that start in a window block, its number, its sequence
     sequence_of: Tensor  # [chunks] the sequence of every chunk
     linked: bool  # states pass between segments of a sequence
-    of_spans: Tensor | None = None  # [chunks, 5] as chunks, and 1 if a span lies before the chunk's
+    of_spans: Tensor | None = None  # [chunks, 5] as chunks, and 1 if a span lies before the chunk's, 2 more if behind
 
 
 def spans(batch: int, tokens: int, bounds: tuple[int, ...]) -> list[tuple[int, int, int]]:
@@ -240,7 +240,8 @@ def span_layout(
 
     none = torch.zeros(0, 4, dtype=torch.int32, device=device)
     rows = torch.tensor(sequences, dtype=torch.int32).to(device)
-    flagged = torch.cat([torch.cat([x, (x[:, 2:3] > x[0, 1]).long()], 1) for x in chunks]).to(torch.int32).to(device)
+    around = [(x[:, 2:3] > x[0, 1]).long() + 2 * (x[:, 3:4] < x[-1, 3]).long() for x in chunks]
+    flagged = torch.cat([torch.cat(pair, 1) for pair in zip(chunks, around, strict=True)]).to(torch.int32).to(device)
     return Layout(table(chunks), table(segments), rows, none, none[:, 0], False, flagged)
 
 

@@ -33,11 +33,12 @@ def carry_kernel(
     k, v, beta, since, rest, inverse, chunks, segments, carried, sums, cotangents,
     k_b, k_t, k_h, v_b, v_t, v_h, beta_b, beta_t, beta_h, s_b, s_t, p_b, p_t, p_h, H, W,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BR: tl.constexpr,
-    TILES: tl.constexpr, SINGLE: tl.constexpr, SAVE: tl.constexpr, PRECISION: tl.constexpr,
+    TILES: tl.constexpr, SINGLE: tl.constexpr, CARRY: tl.constexpr, SAVE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One span, one head, BR rows of the transition to the span's end, last chunk first.
 
-    Writes carried (k~), sums (R) unless SINGLE, and if SAVE cotangents, the transition after every chunk.
+    CARRY: writes carried (k~) and, unless SINGLE, sums (R). SAVE: writes cotangents, the transition after every chunk
+    but the last, behind which it is I.
     """
     program = tl.program_id(0).to(tl.int64)
     tile = (program % TILES).to(tl.int32)
@@ -60,7 +61,8 @@ def carry_kernel(
     beta += b * beta_b + h * beta_h
     since += b * s_b + h
     rest += b * s_b + h
-    carried += b * p_b + h * p_h
+    if CARRY:
+        carried += b * p_b + h * p_h
     place = tl.arange(0, C)
     back = tl.where((row[:, None] == key_at[None, :]) & in_row[:, None], 1.0, 0.0)
     total_sum = tl.zeros([BR, BV], tl.float32)
@@ -75,7 +77,7 @@ def carry_kernel(
         rate = tl.load(beta + t64 * beta_t, mask=valid, other=0.0)
         if SAVE:
             to = cotangents + at * K * K + key_at[None, :] * K + row[:, None]
-            tl.store(to, back.to(dtype), mask=in_row[:, None] & in_key[None, :])
+            tl.store(to, back.to(dtype), mask=in_row[:, None] & in_key[None, :] & (first + C < end))
         if SINGLE:
             # every block ends in the chunk: its tokens are carried from their own decays and keys on
             own = in_row[:, None] & valid[None, :]
@@ -86,13 +88,15 @@ def carry_kernel(
         solve = tl.load(inverse + at * C * C + place[:, None] * C + place[None, :])
         solved = tl.dot(dx.to(dtype), solve, input_precision=PRECISION)
         rows = solved.to(dtype)
-        tl.store(carried + t64[None, :] * p_t + row[:, None], rows, mask=in_row[:, None] & valid[None, :])
-        if not SINGLE:
+        if CARRY:
+            tl.store(carried + t64[None, :] * p_t + row[:, None], rows, mask=in_row[:, None] & valid[None, :])
+        if CARRY and not SINGLE:
             in_values = valid[:, None] & in_width[None, :]
             values = tl.load(v + t64[:, None] * v_t + column[None, :], mask=in_values, other=0.0)
             total_sum += tl.dot(rows, values, input_precision=PRECISION)
             to = sums + at * K * V + row[:, None] * V + column[None, :]
             tl.store(to, total_sum.to(dtype), mask=in_row[:, None] & in_width[None, :])
+        if not SINGLE:
             summed = tl.load(since + t64 * s_t, mask=valid, other=0.0)
             last = tl.minimum(first + C, end) - 1
             total = tl.exp(tl.load(since + last.to(tl.int64) * s_t))

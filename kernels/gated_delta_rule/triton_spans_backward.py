@@ -22,7 +22,10 @@ def walk_keys_kernel(
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SINGLE: tl.constexpr, MANY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One span of one head: the forward walk with values d k~; states [chunks, H, K, K], written [chunks, H, C, K]."""
+    """One span of one head: the forward walk with values d k~; states [chunks, H, K, K], written [chunks, H, C, K].
+
+    The first chunk's state is 0 and not written.
+    """
     program = tl.program_id(0).to(tl.int64)
     segment, h = program // H, program % H
     low = tl.load(segments + segment * 4)
@@ -96,7 +99,7 @@ def walk_keys_kernel(
         rate = tl.load(beta + t64 * beta_t, mask=valid, other=0.0)
         solve = tl.load(inverse + at * C * C + place[:, None] * C + place[None, :])
         rounded = state.to(dtype)
-        tl.store(states + at * K * K + map_at, rounded, mask=in_map)
+        tl.store(states + at * K * K + map_at, rounded, mask=in_map & (first > begin))
         if not SINGLE:
             d_keys -= tl.exp(summed)[:, None] * tl.dot(keys, rounded, input_precision=PRECISION)
         z = tl.dot(solve, d_keys.to(dtype), input_precision=PRECISION)

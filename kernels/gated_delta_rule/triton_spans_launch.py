@@ -46,13 +46,15 @@ def stages(p: Problem, wanted: int) -> int:
     return 1 if p.window <= p.sizes.chunk else wanted
 
 
-def carry(p: Problem, made: Made, carried: Tensor, sums: Tensor, transitions: Tensor | None) -> None:
+def carry(p: Problem, made: Made, carried: Tensor | None, sums: Tensor | None, transitions: Tensor | None) -> None:
+    """Writes k~ and its sums, or the transitions from chunks to the ends of spans."""
     rows = min(p.sizes.carry_rows, power_of_two(p.widths[0]))
     n_tiles = triton_layout.ceil(p.widths[0], rows)
     carry_kernel[(p.n_segments * p.heads * n_tiles,)](
         p.key, p.value, p.beta, *made[1:3], made[0], p.table.chunks, p.table.segments, carried, sums, transitions,
-        *strides(p.key), *strides(p.value), *strides(p.beta), *strides(made[1])[:2], *strides(carried), p.heads,
-        p.window, BR=rows, TILES=n_tiles, SAVE=transitions is not None, num_warps=p.sizes.carry_warps, num_stages=2,
+        *strides(p.key), *strides(p.value), *strides(p.beta), *strides(made[1])[:2],
+        *((0, 0, 0) if carried is None else strides(carried)), p.heads, p.window, BR=rows, TILES=n_tiles,
+        CARRY=carried is not None, SAVE=transitions is not None, num_warps=p.sizes.carry_warps, num_stages=2,
         **shapes(p),
     )  # fmt: skip
 
@@ -74,13 +76,12 @@ def forward(p: Problem) -> tuple[Tensor, Tensor, Saved]:
     """Output, final state [sequences, H, K, V] and what the backward needs."""
     (k, v), h, (b, t) = p.widths, p.heads, p.key.shape[:2]
     made = factors(p)
-    carried, sums, out = p.like_key(b, t, h, k), sums_buffer(p), p.like_key(b, t, h, v)
+    carried, sums, out = p.like_key(b, t, h, k), inner_states(p, v), p.like_key(b, t, h, v)
     carry(p, made, carried, sums, None)
     states, written = scan_buffers(p)
-    every = p.floats(p.n_segments, h, k, v + k)
-    scan(p, made, p.value, transition=True, ends=(1, every), states=states, written=written)
+    last = p.floats(p.n_sequences, h, k, v + k)
+    scan(p, made, p.value, transition=True, ends=(2, last), states=states, written=written)
     outputs(p, made, carried, sums, states, written, out, None)
-    last = every[p.table.sequences[:, 1].long() - 1]
     last_sum = p.floats(p.n_sequences, h, k, v)
     span_sum_kernel[(p.n_segments * h,)](
         carried, p.value, sums, last_sum, p.table.chunks, p.table.segments, *strides(carried), *strides(p.value), h,
@@ -92,15 +93,16 @@ def forward(p: Problem) -> tuple[Tensor, Tensor, Saved]:
     return out, state, Saved(*made, empty, empty, empty, pulled_last, last_sum, carried, sums)
 
 
-def sums_buffer(p: Problem) -> Tensor:
-    (k, v), single = p.widths, p.window <= p.sizes.chunk
-    return p.like_key(0) if single else p.like_key(p.n_chunks, p.heads, k, v)
-
-
 def scan_buffers(p: Problem) -> tuple[Tensor, Tensor]:
     """states, written"""
     k, v = p.widths
-    return p.like_key(p.n_chunks, p.heads, k, v + k), p.like_key(p.n_chunks, p.heads, p.sizes.chunk, v + k)
+    return inner_states(p, v + k), p.like_key(p.n_chunks, p.heads, p.sizes.chunk, v + k)
+
+
+def inner_states(p: Problem, columns: int) -> Tensor:
+    """A state per chunk; nothing where spans are single chunks, whose states are known."""
+    single, k = p.window <= p.sizes.chunk, p.widths[0]
+    return p.like_key(0) if single else p.like_key(p.n_chunks, p.heads, k, columns)
 
 
 def backward(p: Problem, saved: Saved, dout: Tensor, dstate: Tensor) -> Gradients:
@@ -108,8 +110,9 @@ def backward(p: Problem, saved: Saved, dout: Tensor, dstate: Tensor) -> Gradient
     b, t = p.key.shape[:2]
     # states again: kept from the forward they would save a tenth of the time and take three times the memory
     states, written = scan_buffers(p)
-    pulled, transitions = p.like_key(b, t, h, k), p.like_key(p.n_chunks, h, k, k)
-    carry(p, saved, torch.empty_like(saved.carried), torch.empty_like(saved.sums), transitions)
+    pulled, transitions = p.like_key(b, t, h, k), inner_states(p, k)
+    if transitions.numel():
+        carry(p, saved, None, None, transitions)
     scan(p, saved, p.value, transition=True, states=states, written=written)
     outputs(p, saved, saved.carried, saved.sums, states, written, None, pulled)
     # the last state is its block's own plus transition @ sum
@@ -118,7 +121,7 @@ def backward(p: Problem, saved: Saved, dout: Tensor, dstate: Tensor) -> Gradient
     more, tables = shapes(p) | {"MANY": p.masked}, (p.table.chunks, p.table.segments)
     dv, tail_dv, cotangents = p.like_key(b, t, h, v), p.like_key(b, t, h, v), p.like_key(p.n_chunks, h, k, v)
     d_pulled, dy_2 = torch.empty_like(saved.carried), torch.empty_like(saved.carried)
-    cotangents_2, states_3 = (p.like_key(p.n_chunks, h, k, k) for _ in range(2))
+    cotangents_2, states_3 = p.like_key(p.n_chunks, h, k, k), inner_states(p, k)
     written_3 = p.like_key(p.n_chunks, h, c, k)
     cotangents_of(p, saved, dout, (dstate, d_transition), (dv, cotangents), (d_pulled, dy_2, cotangents_2))
     walk_keys_kernel[(p.n_segments * h,)](
@@ -147,8 +150,5 @@ def cotangents_of(
         *strides(d_pulled), p.heads, p.window, span(p), MANY=p.masked, num_warps=p.sizes.tail_warps, num_stages=1,
         **shapes(p),
     )  # fmt: skip
-    of_last = p.table.sequences[:, 1].long() - 1
     for cotangent, (dy, states), end in ((dout, of_values, last[0]), (d_pulled, of_pulled[1:], last[1])):
-        starts = cotangent.new_zeros(p.n_segments, *end.shape[1:], dtype=torch.float32)
-        starts[of_last] = end
-        reverse(p, saved, cotangent, dy, end.shape[-1], starts=starts, cotangents=states, by_segment=True)
+        reverse(p, saved, cotangent, dy, end.shape[-1], starts=end, cotangents=states)

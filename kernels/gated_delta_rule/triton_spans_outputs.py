@@ -28,7 +28,7 @@ def outputs_kernel(
     first = tl.load(chunks + chunk * 5 + 1)
     begin = tl.load(chunks + chunk * 5 + 2)
     end = tl.load(chunks + chunk * 5 + 3)
-    has_before = tl.load(chunks + chunk * 5 + 4) != 0
+    has_before = (tl.load(chunks + chunk * 5 + 4) & 1) != 0
     key_at = tl.arange(0, BK)
     in_key = key_at < K
     column = tl.arange(0, BV)
@@ -55,18 +55,25 @@ def outputs_kernel(
     scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
     # beta of the read token, so that written rows are taken as they lie in memory
     scores = (scores * rate[None, :] * decays(summed, t, valid, block, False)).to(dtype)
-    transition = tl.load(states + V + key_at[None, :], mask=in_key[:, None] & in_key[None, :], other=0.0)
-    asked = faded[:, None] * tl.dot(queries, transition, input_precision=PRECISION)
+    known = first == begin  # the state where a span begins: 0, transition I
+    if SINGLE:
+        asked = faded[:, None] * queries.to(tl.float32)
+    else:
+        in_map = in_key[:, None] & in_key[None, :]
+        transition = tl.load(states + V + key_at[None, :], mask=in_map & ~known, other=0.0)
+        transition = tl.where(known & (key_at[:, None] == key_at[None, :]), 1.0, transition).to(dtype)
+        asked = faded[:, None] * tl.dot(queries, transition, input_precision=PRECISION)
     wrote = tl.load(written + V + key_at[None, :], mask=in_keys, other=0.0)
     asked += tl.dot(scores, wrote, input_precision=PRECISION)
     asked = (scale * asked).to(dtype)
     if SAVE:
         tl.store(pulled + b * p_b + h * p_h + t64[:, None] * p_t + key_at[None, :], asked, mask=in_keys)
     if OUTPUT:
-        state = tl.load(states + column[None, :], mask=in_key[:, None] & in_width[None, :], other=0.0)
-        answer = faded[:, None] * tl.dot(queries, state, input_precision=PRECISION)
         wrote = tl.load(written + column[None, :], mask=in_values, other=0.0)
-        answer += tl.dot(scores, wrote, input_precision=PRECISION)
+        answer = tl.dot(scores, wrote, input_precision=PRECISION)
+        if not SINGLE:
+            state = tl.load(states + column[None, :], mask=in_key[:, None] & in_width[None, :] & ~known, other=0.0)
+            answer += faded[:, None] * tl.dot(queries, state, input_precision=PRECISION)
         answer *= scale
         for here in tl.static_range(2 if MANY else 1):
             s = t - SPAN if here == 0 else t
@@ -107,7 +114,7 @@ def pulled_gradient_kernel(
     first = tl.load(chunks + chunk * 5 + 1)
     begin = tl.load(chunks + chunk * 5 + 2)
     end = tl.load(chunks + chunk * 5 + 3)
-    has_before = tl.load(chunks + chunk * 5 + 4) != 0
+    has_before = (tl.load(chunks + chunk * 5 + 4) & 1) != 0
     key_at = tl.arange(0, BK)
     in_key = key_at < K
     column = tl.arange(0, BV)

@@ -8,6 +8,7 @@ same time. The number of segments follows from the number of multiprocessors; on
 For the backward pass the operands and the states at segment starts are kept, everything else is made again.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -97,6 +98,23 @@ class Cut(NamedTuple):
         return (self.per_block if self.window else self.per_sequence) == 1
 
 
+@functools.lru_cache(maxsize=1024)
+def segments_of_block(block_chunks: int, programs: int, slots: int) -> int:
+    """Segments of a window block, `programs` of one segment each in all: what fills waves of `slots` programs best.
+
+    One segment needs no state of another, which is worth a device two thirds idle.
+    """
+    least = _ceil(block_chunks, SEGMENT_MOST)
+    if least == 1 and 3 * programs >= slots:
+        return 1
+    most = max(least, block_chunks // 4)
+
+    def chunk_times(n: int) -> int:
+        return _ceil(n * programs, slots) * (_ceil(block_chunks, n) + 1)  # a start costs about as much as a chunk
+
+    return min(range(least, most + 1), key=chunk_times)
+
+
 def plan(
     config: Config, rows: int, tokens: int, heads: int, tiles: int, window: int, packed: int, processors: int
 ) -> Cut:
@@ -106,9 +124,11 @@ def plan(
     chunk = _ceil(block, block_chunks) if window else config.chunk
     blocks = rows * _ceil(tokens, block)
     slots, programs = config.fill * processors, heads * tiles * blocks
-    if programs >= (slots if window else 4 * slots):
+    if window:
+        parallel = segments_of_block(block_chunks, programs, slots)
+    elif programs >= 4 * slots:
         parallel = 1
-    elif programs > slots // 2 and not window:
+    elif programs > slots // 2:
         parallel = -(-4 * slots // programs)  # several waves: the last one may be short
     else:
         parallel = max(1, slots // programs)
