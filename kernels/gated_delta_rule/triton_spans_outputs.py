@@ -55,25 +55,26 @@ def outputs_kernel(
     scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
     # beta of the read token, so that written rows are taken as they lie in memory
     scores = (scores * rate[None, :] * decays(summed, t, valid, block, False)).to(dtype)
-    known = first == begin  # the state where a span begins: 0, transition I
-    if SINGLE:
-        asked = faded[:, None] * queries.to(tl.float32)
-    else:
-        in_map = in_key[:, None] & in_key[None, :]
-        transition = tl.load(states + V + key_at[None, :], mask=in_map & ~known, other=0.0)
-        transition = tl.where(known & (key_at[:, None] == key_at[None, :]), 1.0, transition).to(dtype)
-        asked = faded[:, None] * tl.dot(queries, transition, input_precision=PRECISION)
+    inner = first > begin  # where a span begins the state is 0 and the transition I
+    asked = queries.to(tl.float32)
+    if not SINGLE:  # noqa: SIM102 - one is known when the kernel is compiled, the other is not
+        if inner:
+            transition = tl.load(states + V + key_at[None, :], mask=in_key[:, None] & in_key[None, :], other=0.0)
+            asked = tl.dot(queries, transition, input_precision=PRECISION)
+    asked *= faded[:, None]
     wrote = tl.load(written + V + key_at[None, :], mask=in_keys, other=0.0)
     asked += tl.dot(scores, wrote, input_precision=PRECISION)
     asked = (scale * asked).to(dtype)
     if SAVE:
         tl.store(pulled + b * p_b + h * p_h + t64[:, None] * p_t + key_at[None, :], asked, mask=in_keys)
     if OUTPUT:
+        answer = tl.zeros([C, BV], tl.float32)
+        if not SINGLE:  # noqa: SIM102
+            if inner:
+                state = tl.load(states + column[None, :], mask=in_key[:, None] & in_width[None, :], other=0.0)
+                answer = faded[:, None] * tl.dot(queries, state, input_precision=PRECISION)
         wrote = tl.load(written + column[None, :], mask=in_values, other=0.0)
-        answer = tl.dot(scores, wrote, input_precision=PRECISION)
-        if not SINGLE:
-            state = tl.load(states + column[None, :], mask=in_key[:, None] & in_width[None, :] & ~known, other=0.0)
-            answer += faded[:, None] * tl.dot(queries, state, input_precision=PRECISION)
+        answer += tl.dot(scores, wrote, input_precision=PRECISION)
         answer *= scale
         for here in tl.static_range(2 if MANY else 1):
             s = t - SPAN if here == 0 else t
