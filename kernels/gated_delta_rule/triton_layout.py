@@ -90,11 +90,15 @@ def tiles(dtype: torch.dtype, key_width: int, value_width: int, window: int = 0,
     if not usual:
         return used
     used = used._replace(gradient_parts=1, gradient_columns=64, gradient_keys=64, gradient_warps=4)
+    if not window:
+        return used
     if window > LONG_SPAN:
         return used._replace(spanned=1, columns=16, carry_rows=16) if narrow else used._replace(columns=32)
     if chunk_size < window <= 3 * chunk_size // 2:  # three half chunks hold a block with less left over than two
         used = used._replace(chunk=max(16, chunk_size // 2))
-    return used._replace(spanned=int(window > 0))
+    # Wide keys with four warps: d k~'s walk through several chunks spills, outputs do not and are faster.
+    keys_warps = 8 if key_width > 64 and window > used.chunk else 4
+    return used._replace(spanned=1, tail_warps=4, keys_warps=keys_warps)
 
 
 def candidates(dtype: torch.dtype, key_width: int, value_width: int, window: int = 0) -> list[Tiles]:
