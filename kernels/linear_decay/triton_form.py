@@ -125,7 +125,7 @@ def plan(
     blocks = rows * _ceil(tokens, block)
     slots, programs = config.fill * processors, heads * tiles * blocks
     if window:
-        parallel = segments_of_block(block_chunks, programs, slots)
+        parallel = segments_of_block(int(block_chunks), int(programs), slots)  # compilers bring symbols
     elif programs >= 4 * slots:
         parallel = 1
     elif programs > slots // 2:

@@ -288,6 +288,18 @@ def test_compiled_whole_and_under_autocast(window):
     assert all(torch.equal(x, y) for x, y in zip(ours, eager, strict=True))
 
 
+def test_compiled_once_for_windows_that_differ(monkeypatch):
+    """A number that changed is a symbol for the compiler, and so is what a plan makes of it."""
+    monkeypatch.setattr(triton_form, "BAND_CHUNKS", 0)
+    tensors = {n: x.float().to(DEVICE) for n, x in operands((1, 20, 1, 8, 6)).items()}
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x, window: linear_decay(**x, window=window, impl="triton").out, backend="aot_eager", fullgraph=True
+    )
+    for window in (10, 12, 15):
+        assert torch.equal(compiled(tensors, window), linear_decay(**tensors, window=window, impl="triton").out)
+
+
 @pytest.mark.parametrize("impl", ["naive", "torch"])
 @pytest.mark.parametrize("window", [None, 4, 9])
 @pytest.mark.parametrize("fixed", [False, True])
