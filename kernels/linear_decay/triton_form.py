@@ -163,9 +163,7 @@ def plan_band(config: Config, rows: int, tokens: int, packed: int) -> Cut:
 class Pairs(NamedTuple):
     """What a sweep leaves of the decay's gradient, a part for each tile of the state; see triton_sweep.py."""
 
-    near: (
-        Tensor  # [tiles, 1, B, T, H] with the own block's earlier tokens; backwards 2: the chunk's later ones, the rest
-    )
+    near: Tensor  # [tiles, 1, B, T, H] the own block's earlier tokens; backwards 2: the chunk's later ones, the rest
     far: Tensor  # [tiles, B, T, H] with tokens of the neighbouring block (windows only)
     kept: Tensor  # what the sweep forwards leaves for the one backwards; see Launch.kept_between
     around: Tensor  # [chunks, H, tiles, rows] backwards: pairs around a chunk, summed over columns of the state
