@@ -36,25 +36,54 @@ def _power(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-class Config(NamedTuple):
-    """Sizes of one launch: tokens per chunk, tiles of the state, warps and stages; `back_` for the backward sweeps."""
+class Sizes(NamedTuple):
+    """Of one pass: tokens per chunk, tile of X and of Y, warps, pipeline stages."""
 
     chunk: int
-    tile_k: int
-    tile_v: int
+    tile_x: int
+    tile_y: int
     warps: int
     stages: int
-    back_k: int
-    back_v: int
+
+
+class Config(NamedTuple):
+    """Sizes of all passes; `back_` backwards, `gate_` if the decay's gradient is wanted too; 0: as the one before.
+
+    A sweep keeps tiles of an [X, Y] state (triton_sweep.py says which of them is key and which value); a tile that
+    holds all of X leaves nothing to be summed afterwards.
+    """
+
+    chunk: int
+    tile_x: int
+    tile_y: int
+    warps: int
+    stages: int
+    back_x: int
+    back_y: int
     back_warps: int
     back_stages: int
     fill: int = 2  # programs that run on a multiprocessor at a time
-    segment: int = 0  # chunks per segment; 0: from the number of multiprocessors
+    segment: int = 0  # chunks per segment, the longer ones; 0: from the number of multiprocessors
     together: int = 0  # 1: one program makes d key and d value, if neither a window nor the decay's gradient is wanted
+    back_chunk: int = 0
+    gate_chunk: int = 0
+    gate_stages: int = 0
+
+    @property
+    def longest(self) -> int:
+        """The longest of the chunks, which the others divide."""
+        return max(self.chunk, self.back_chunk, self.gate_chunk)
+
+    def sizes(self, backward: bool, gate: bool) -> Sizes:
+        if not backward:
+            return Sizes(self.chunk, self.tile_x, self.tile_y, self.warps, self.stages)
+        chunk = (gate and self.gate_chunk) or self.back_chunk or self.chunk
+        stages = (gate and self.gate_stages) or self.back_stages
+        return Sizes(chunk, self.back_x, self.back_y, self.back_warps, stages)
 
 
 FULL = Config(32, 32, 32, 8, 1, 32, 32, 8, 1)  # float32: larger tiles of scalar products do not fit into registers
-HEADS = 4  # whose pairs one program collects
+HEADS = 4  # whose decays one program sums, or whose pairs one collects
 BAND_CHUNKS = 3  # windows of at most so many chunks are a band of the attention matrix
 
 
@@ -75,9 +104,11 @@ def choose(dtype: torch.dtype, width_k: int, width_v: int) -> Config:
     if dtype == torch.float32:
         return FULL
     k, v = (min(128, max(32, _power(width))) for width in (width_k, width_v))
-    small = max(k, v) <= 64
+    if max(k, v) <= 64:
+        return Config(64, k, v, 4, 3, k, v, 4, 2, together=1, gate_stages=3)
+    # small enough that two programs share a multiprocessor; what is kept for the decay's gradient grows with chunks
     return Config(
-        64, k, min(v, 64) if k == 128 else v, 4 if small else 8, 3, k, v, 4 if small else 8, 2, together=int(small)
+        32 if k > 64 else 64, k, min(v, 64), 4, 3, 128, 64, 4, 3, back_chunk=32, gate_chunk=64, gate_stages=2
     )  # fmt: skip
 
 
@@ -116,12 +147,16 @@ def segments_of_block(block_chunks: int, programs: int, slots: int) -> int:
 
 
 def plan(
-    config: Config, rows: int, tokens: int, heads: int, tiles: int, window: int, packed: int, processors: int
-) -> Cut:
-    """`packed`: number of sequences in the row, 0 if every row is one."""
-    block = window or tokens
-    block_chunks = _ceil(block, config.chunk)
-    chunk = _ceil(block, block_chunks) if window else config.chunk
+    config: Config, size: int, rows: int, tokens: int, heads: int, tiles: int, window: int, packed: int,
+    processors: int,
+) -> Cut:  # fmt: skip
+    """`size`: tokens of the pass's chunks; `packed`: number of sequences in the row, 0 if every row is one.
+
+    Without a window segments are the same in all passes, whatever their chunks: states at segment starts are handed on.
+    """
+    block, unit = window or tokens, size if window else config.longest
+    block_chunks = _ceil(block, unit)
+    chunk, shares = (_ceil(block, block_chunks), 1) if window else (size, unit // size)
     blocks = rows * _ceil(tokens, block)
     slots, programs = config.fill * processors, heads * tiles * blocks
     if window:
@@ -136,7 +171,7 @@ def plan(
     if window:
         chunks = min(chunks, SEGMENT_MOST)
     per_block = _ceil(block_chunks, chunks)
-    chunks = _ceil(block_chunks, per_block)
+    chunks = _ceil(block_chunks, per_block) * shares
     if not packed:
         per_sequence = per_block * _ceil(tokens, block)
         return Cut(window, chunk, chunks, per_block, per_sequence, rows * per_sequence, blocks)
@@ -153,11 +188,11 @@ def segment_ends(cu_seqlens: Tensor, cut: Cut) -> Tensor:
     return (((lengths + size - 1) // size).cumsum(0) * (cut.per_block if cut.window else 1)).to(torch.int32)
 
 
-def plan_band(config: Config, rows: int, tokens: int, packed: int) -> Cut:
+def plan_band(chunk: int, rows: int, tokens: int, packed: int) -> Cut:
     """One program for every chunk."""
-    per_sequence = _ceil(tokens, config.chunk)
-    segments = tokens // config.chunk + packed if packed else rows * per_sequence
-    return Cut(0, config.chunk, 1, 1, per_sequence, segments, packed or rows)
+    per_sequence = _ceil(tokens, chunk)
+    segments = tokens // chunk + packed if packed else rows * per_sequence
+    return Cut(0, chunk, 1, 1, per_sequence, segments, packed or rows)
 
 
 class Pairs(NamedTuple):
@@ -174,34 +209,61 @@ class Launch:
 
     def __init__(
         self, like: Tensor, width_v: int, gates: Tensor, cu_seqlens: Tensor | None, window: int, scale: float,
-        config: list[int],
+        config: list[int], backward: bool = False, gate: bool = False,
     ):  # fmt: skip
         self.rows, self.tokens, self.heads, self.k = like.shape
         self.v, self.scale, self.gates = width_v, scale, gates
         self.config = Config(*config) if config else choose(like.dtype, self.k, width_v)
         packed = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        self.window, self.is_band = window, 0 < window <= BAND_CHUNKS * self.config.chunk
-        tiles = _ceil(self.k, self.config.tile_k) * _ceil(width_v, self.config.tile_v)
+        self.backward = backward
+        self.size, self.tile_x, self.tile_y, warps, stages = self.config.sizes(backward, gate)
+        self.window, self.is_band = window, 0 < window <= BAND_CHUNKS * self.size
+        tiles = _ceil(self.k, self.config.tile_x) * _ceil(width_v, self.config.tile_y)
         if self.is_band:
-            self.cut = plan_band(self.config, self.rows, self.tokens, packed)
+            self.cut = plan_band(self.size, self.rows, self.tokens, packed)
         else:
             self.cut = plan(
-                self.config, self.rows, self.tokens, self.heads, tiles, window, packed, _processors(like.device)
-            )
+                self.config, self.size, self.rows, self.tokens, self.heads, tiles, window, packed,
+                _processors(like.device),
+            )  # fmt: skip
         self.single = self.is_band or self.cut.single
         self.sequences = packed or self.rows
         self.cu_seqlens = gates if cu_seqlens is None else cu_seqlens
         self.ends = gates if cu_seqlens is None else segment_ends(cu_seqlens, self.cut)
         self.per_token = gates.ndim == 3
         self.shared: dict[str, Any] = {
-            "C": self.config.chunk,
+            "C": self.size,
             "N_TILE": _power(packed) if packed else 0,
             "PER_TOKEN": self.per_token,
             "PRECISION": "ieee" if like.dtype == torch.float32 else "tf32",
+            "num_warps": warps,
+            "num_stages": stages,
         }
 
+    @property
+    def chunks(self) -> int:
+        return self.cut.segments * self.cut.chunks
+
+    @functools.cached_property
+    def decays(self) -> Tensor:
+        """What kernels take for `gates`: as given, or, per token under a window, [chunks, H, 2, C] sums inside chunks.
+
+        Windows read a chunk's decays in two places and several passes; without one a pass more costs what it saves.
+        """
+        if not self.window or not self.per_token:
+            return self.gates
+        sums = _float32((self.chunks, self.heads, 2, self.size), self.gates)
+        kernel.chunk_decays[(self.chunks * _ceil(self.heads, HEADS),)](
+            self.gates, sums, self.cu_seqlens, self.ends, *self.gates.stride(), *self._layout(), self.heads,
+            C=self.size, H_TILE=HEADS, N_TILE=self.shared["N_TILE"], WINDOW=self.cut.window > 0, num_warps=2,
+        )  # fmt: skip
+        return sums
+
     def _gate_strides(self) -> tuple[int, ...]:
-        return tuple(self.gates.stride()) if self.per_token else (0, 0, self.gates.stride(0))
+        """Strides of `decays` in [B, T, H], if it is still one."""
+        if not self.per_token:
+            return 0, 0, self.gates.stride(0)
+        return (0, 0, 0) if self.window else tuple(self.gates.stride())
 
     def _layout(self) -> tuple[int, ...]:
         cut = self.cut
@@ -214,69 +276,68 @@ class Launch:
         cut, heads = self.cut, self.heads
         local = _float32((cut.segments, heads, self.k, self.v), left)
         totals = _float32((cut.segments, heads), left)
-        tile_k, tile_v, warps, stages = self._sizes(reverse)
-        grid = (cut.segments * heads * _ceil(self.k, tile_k) * _ceil(self.v, tile_v),)
+        grid = (cut.segments * heads * self._tiles(self.k, self.v),)
         kernel.segment_states[grid](
-            left, right, self.gates, local, totals, self.cu_seqlens, self.ends,
+            left, right, self.decays, local, totals, self.cu_seqlens, self.ends,
             *left.stride()[:3], *right.stride()[:3], *self._gate_strides(), *self._layout(), self.scale,
-            heads, self.k, self.v, K_TILE=tile_k, V_TILE=tile_v, WINDOW=cut.window > 0, REVERSE=reverse, **self.shared,
-            num_warps=warps, num_stages=stages,
+            heads, self.k, self.v, K_TILE=self._tile_x(self.k), V_TILE=self.tile_y, WINDOW=cut.window > 0,
+            REVERSE=reverse, **self.shared,
         )  # fmt: skip
-        starts = torch.empty_like(local)
-        windowed = cut.window > 0
-        groups = cut.blocks if windowed else self.sequences
-        final = local if windowed else _float32((groups, heads, self.k, self.v), left)
-        beyond = torch.empty_like(local) if windowed else local
-        near, far = (torch.empty_like(totals) if windowed else totals for _ in range(2))
-        size = self.k * self.v
+        starts, size = torch.empty_like(local), self.k * self.v
+        if cut.window:
+            tile = min(1024, max(16, _power(size)))
+            beyond, near, far = torch.empty_like(local), *(torch.empty_like(totals) for _ in range(2))
+            kernel.scan_block[(cut.blocks * heads * _ceil(size, tile),)](
+                local, totals, starts, beyond, near, far, cut.per_block, heads, size, E_TILE=tile, REVERSE=reverse,
+                num_warps=4,
+            )  # fmt: skip
+            return {"starts": starts, "beyond": beyond, "near": near, "far": far}
         tile = min(256, max(16, _power(size)))
-        kernel.scan_segments[(groups * heads * _ceil(size, tile),)](
-            local, totals, local if initial is None else initial, starts, final, beyond, near, far, self.ends,
-            cut.per_block if windowed else cut.per_sequence, heads, size,
-            GROUP=16, E_TILE=tile, PACKED=self.shared["N_TILE"] > 0, HAS_INITIAL=initial is not None,
-            WINDOW=windowed, REVERSE=reverse, num_warps=4,
+        final = _float32((self.sequences, heads, self.k, self.v), left)
+        kernel.scan_segments[(self.sequences * heads * _ceil(size, tile),)](
+            local, totals, local if initial is None else initial, starts, final, self.ends, cut.per_sequence, heads,
+            size, GROUP=16, E_TILE=tile, PACKED=self.shared["N_TILE"] > 0, HAS_INITIAL=initial is not None,
+            REVERSE=reverse, num_warps=4,
         )  # fmt: skip
-        return {"starts": starts, "final": final, "beyond": beyond, "near": near, "far": far}
+        return {"starts": starts, "final": final}
 
-    def _sizes(self, backward: bool) -> tuple[int, int, int, int]:
-        c = self.config
-        return (
-            (c.back_k, c.back_v, c.back_warps, c.back_stages) if backward else (c.tile_k, c.tile_v, c.warps, c.stages)
-        )
+    def _tiles(self, x: int, y: int) -> int:
+        return _ceil(x, self.tile_x) * _ceil(y, self.tile_y)
+
+    def _tile_x(self, x: int) -> int:
+        """Keys and values of different widths take turns as X."""
+        return min(self.tile_x, max(32, _power(x)))
 
     def _rest(self, made: dict[str, Tensor], pairs: Pairs | None, ends: Tensor | None) -> list[Tensor]:
         """Operands that all sweeps have in common; what a sweep does not use is some pointer."""
         idle = self.gates
         states = [made.get(name, idle) for name in ("beyond", "near", "far")]
         return [
-            self.gates, *(pairs or [idle] * 4), made.get("starts", idle), idle if ends is None else ends, *states,
+            self.decays, *(pairs or [idle] * 4), made.get("starts", idle), idle if ends is None else ends, *states,
             self.cu_seqlens, self.ends,
         ]  # fmt: skip
 
-    def _flags(self, made: dict[str, Tensor], pairs: Pairs | None, ends: Tensor | None, backward: bool) -> dict:
-        _, _, warps, stages = self._sizes(backward)
+    def _flags(self, made: dict[str, Tensor], pairs: Pairs | None, ends: Tensor | None) -> dict:
         return self.shared | {
+            "Y_TILE": self.tile_y,
             "WINDOW": self.cut.window > 0,
             "L_TILE": _power(self.cut.chunks) if self.cut.window else 1,
             "GATE": pairs is not None,
             "HAS_START": "starts" in made,
             "STORE_END": ends is not None,
-            "num_warps": warps,
-            "num_stages": stages,
         }
 
     def _pairs(self, kept: Tensor | None, reverse: bool) -> Pairs | None:
         """What a sweep leaves of the decay's gradient, if the sweeps have `kept` states for it."""
         if kept is None:
             return None
-        tile_k, tile_v, _, _ = self._sizes(True)
-        tiles = _ceil(self.k, tile_k) * _ceil(self.v, tile_v)
+        tiles = self._tiles(self.v, self.k)
         halves = 2 if reverse and not self.is_band else 1
         near = _float32((tiles, halves, self.rows, self.tokens, self.heads), self.gates)
         far = torch.zeros_like(near[:, 0]) if self.cut.window else near
         around = near
         if halves == 2:
-            around = _float32((self.cut.segments * self.cut.chunks, self.heads, tiles, tile_v), self.gates)
+            around = _float32((self.chunks, self.heads, tiles, self._tile_x(self.v)), self.gates)
         return Pairs(near, far, kept, around)
 
     def decay_gradient(self, ending: Pairs, starting: Pairs) -> Tensor:
@@ -285,10 +346,10 @@ class Launch:
             return ending.near.sum((0, 1)) + starting.near.sum((0, 1))
         cut, tiles, rows = self.cut, *starting.around.shape[2:]
         gate = _float32(tuple(ending.near.shape[2:]), self.gates)
-        windowed, chunks = cut.window > 0, cut.segments * cut.chunks
-        far_sums = _float32((2, chunks, self.heads) if windowed else (0,), self.gates)
-        grid = (chunks * _ceil(self.heads, HEADS),)
-        numbers = (self.cu_seqlens, self.ends, *self._layout(), self._places(), tiles, chunks, self.heads)
+        windowed = cut.window > 0
+        far_sums = _float32((2, self.chunks, self.heads) if windowed else (0,), self.gates)
+        grid = (self.chunks * _ceil(self.heads, HEADS),)
+        numbers = (self.cu_seqlens, self.ends, *self._layout(), self._places(), tiles, self.chunks, self.heads)
         sizes = {"C": self.shared["C"], "H_TILE": HEADS, "N_TILE": self.shared["N_TILE"], "num_warps": 4}
         if windowed:
             kernel.sum_far_pairs[grid](ending.far, starting.far, far_sums, *numbers, **sizes)
@@ -300,26 +361,26 @@ class Launch:
 
     def read(
         self, x: Tensor, y: Tensor, u: Tensor, r: Tensor, made: dict[str, Tensor], ends: Tensor | None,
-        kept: Tensor | None, backward: bool,
+        kept: Tensor | None,
     ) -> tuple[Tensor, Pairs | None]:  # fmt: skip
         """A pass forwards: out, or d query (then x = value, y = key), and pairs for the decay's gradient."""
-        tile_k, tile_v, warps, stages = self._sizes(backward)
-        tile_x, tile_y = (tile_v, tile_k) if backward else (tile_k, tile_v)
         size_x, size_y = x.shape[-1], y.shape[-1]
-        parts, pairs = _ceil(size_x, tile_x), self._pairs(kept, reverse=False)
+        parts, pairs = _ceil(size_x, self.tile_x), self._pairs(kept, reverse=False)
         out = _parts(y, parts, (self.rows, self.tokens, self.heads, size_y))
-        grid = (self.cut.segments * self.heads * parts * _ceil(size_y, tile_y),)
-        strides = (*x.stride()[:3], *y.stride()[:3], *u.stride()[:3], *r.stride()[:3], *self._gate_strides())
+        grid = (self.cut.segments * self.heads * self._tiles(size_x, size_y),)
+        steps = (*x.stride()[:3], *y.stride()[:3], *u.stride()[:3], *r.stride()[:3])
+        strides = (*steps, *self._gate_strides())
         if self.is_band:
             banded.band[grid](
-                x, y, u, r, out, *self._band_rest(pairs), *strides, *self._band_layout(), self.heads, size_x, size_y,
-                X_TILE=tile_x, Y_TILE=tile_y, **self._band_flags(pairs), num_warps=warps, num_stages=stages,
+                x, y, u, r, out, *self._band_rest(pairs), *steps, strides[-1], *self._band_layout(), self.heads,
+                size_x, size_y, X_TILE=self._tile_x(size_x), **self._band_flags(pairs),
             )  # fmt: skip
         else:
             kernel.sweep[grid](
-                x, y, u, r, out, *self._rest(made, pairs, ends), *strides, *((1, size_x) if backward else (size_y, 1)),
-                *self._layout(), self.scale, self._places(), self.heads, size_x, size_y, X_TILE=tile_x, Y_TILE=tile_y,
-                REVERSE=False, **self._flags(made, pairs, ends, backward),
+                x, y, u, r, out, *self._rest(made, pairs, ends), *strides,
+                *((1, size_x) if self.backward else (size_y, 1)), *self._layout(), self.scale, self._places(),
+                self.heads, size_x, size_y, X_TILE=self._tile_x(size_x), REVERSE=False,
+                **self._flags(made, pairs, ends),
             )  # fmt: skip
         return _joined(out, y), pairs
 
@@ -328,48 +389,51 @@ class Launch:
         kept: Tensor | None,
     ) -> tuple[Tensor, Tensor, Pairs | None]:  # fmt: skip
         """The pass backwards: d key, d value and pairs for the decay's gradient."""
-        tile_k, tile_v, warps, stages = self._sizes(True)
-        tiles_k, tiles_v = _ceil(self.k, tile_k), _ceil(self.v, tile_v)
         pairs, shape = self._pairs(kept, reverse=True), (self.rows, self.tokens, self.heads)
-        d_key, d_value = _parts(key, tiles_v, (*shape, self.k)), _parts(value, tiles_k, (*shape, self.v))
-        grid = (2 * self.cut.segments * self.heads * tiles_k * tiles_v,)
+        d_key = _parts(key, _ceil(self.v, self.tile_x), (*shape, self.k))
+        d_value = _parts(value, _ceil(self.k, self.tile_x), (*shape, self.v))
+        tiles = max(self._tiles(self.v, self.k), self._tiles(self.k, self.v))
+        grid = (2 * self.cut.segments * self.heads * tiles,)
         operands = query, d_out, key, value
-        strides = (*(step for x in operands for step in x.stride()[:3]), *self._gate_strides())
+        steps = tuple(step for x in operands for step in x.stride()[:3])
+        both = {"K_TILE": self._tile_x(self.k), "V_TILE": self._tile_x(self.v)}
+        strides = (*steps, *self._gate_strides())
         if self.is_band:
             banded.band_key_value[grid](
-                *operands, d_key, d_value, *self._band_rest(pairs), *strides, *self._band_layout(),
-                self.heads, self.k, self.v, K_TILE=tile_k, V_TILE=tile_v, **self._band_flags(pairs),
-                num_warps=warps, num_stages=stages,
+                *operands, d_key, d_value, *self._band_rest(pairs), *steps, strides[-1], *self._band_layout(),
+                self.heads, self.k, self.v, **both, **self._band_flags(pairs),
             )  # fmt: skip
-        elif self.config.together and tiles_k == tiles_v == 1 and not self.cut.window and pairs is None:
+        elif self.config.together and tiles == 1 and not self.cut.window and pairs is None:
             idle = self.gates
             sweep_together[(self.cut.segments * self.heads,)](
                 *operands, d_key, d_value, self.gates, made.get("starts", idle), idle if ends is None else ends,
                 self.cu_seqlens, self.ends, *strides, *self._layout(), self.scale, self.heads, self.k, self.v,
-                K_TILE=tile_k, V_TILE=tile_v, HAS_START="starts" in made, STORE_END=ends is not None, **self.shared,
-                num_warps=warps, num_stages=stages,
+                **both, HAS_START="starts" in made, STORE_END=ends is not None, **self.shared,
             )  # fmt: skip
         else:
             kernel.sweep_key_value[grid](
                 *operands, d_key, d_value, *self._rest(made, pairs, ends), *strides, *self._layout(), self.scale,
-                self._places(), self.heads, self.k, self.v, K_TILE=tile_k, V_TILE=tile_v,
-                **self._flags(made, pairs, ends, True),
+                self._places(), self.heads, self.k, self.v, **both, **self._flags(made, pairs, ends),
             )  # fmt: skip
         return _joined(d_key, key), _joined(d_value, value), pairs
 
     def _band_rest(self, pairs: Pairs | None) -> list[Tensor]:
         near, around = (pairs.near, pairs.kept) if pairs else (self.gates, self.gates)
-        return [self.gates, near, around, self.cu_seqlens, self.ends]
+        return [self.decays, near, around, self.cu_seqlens, self.ends]
 
     def _band_layout(self) -> tuple[float, ...]:
         return self.tokens, self.sequences, self.cut.per_sequence, self.window, self.scale, self._places()
 
     def _band_flags(self, pairs: Pairs | None) -> dict:
-        return self.shared | {"DEPTH": self._depth(), "GATE": pairs is not None}
+        return self.shared | {
+            "Y_TILE": self.tile_y,
+            "DEPTH": self._depth(),
+            "GATE": pairs is not None,
+        }
 
     def _depth(self) -> int:
         """Chunks that a window reaches into beside the own one."""
-        return _ceil(self.window - 1, self.config.chunk)
+        return _ceil(self.window - 1, self.size)
 
     def _places(self) -> int:
         return self.rows * self.tokens * self.heads
@@ -377,11 +441,9 @@ class Launch:
     def kept_between(self, like: Tensor) -> Tensor:
         """What the pass forwards leaves for the pass backwards: states before chunks, or sums of pairs of chunks."""
         if self.is_band:
-            tile_k, tile_v, _, _ = self._sizes(True)
-            tiles = _ceil(self.k, tile_k) * _ceil(self.v, tile_v)
-            shape = (self.cut.segments, self.heads, tiles, self._depth() + 1)
+            shape = (self.cut.segments, self.heads, self._tiles(self.v, self.k), self._depth() + 1)
             return torch.empty(shape, dtype=torch.float32, device=like.device)
-        return like.new_empty(self.cut.segments * self.cut.chunks, self.heads, self.k, self.v)
+        return like.new_empty(self.chunks, self.heads, self.k, self.v)
 
 
 def _parts(like: Tensor, parts: int, shape: tuple[int, ...]) -> Tensor:
@@ -416,14 +478,14 @@ def forward(
     state, ends = nothing, None
     if not launch.single or state_only:
         made = launch.states(key, value, made.get("starts"), reverse=False)
-        state = made["final"]
+        state = made.get("final", nothing)
     elif not window:
         state = ends = _float32((launch.sequences, *key.shape[2:], value.shape[-1]), value)
     starts = _float32((0,), value) if launch.single else made["starts"]
     if state_only:
         return value.new_empty(0), state, starts
-    out, _ = launch.read(key, value, query, value, made, ends, None, backward=False)
-    return out, _float32((0,), value) if window else state, starts
+    out, _ = launch.read(key, value, query, value, made, ends, None)
+    return out, state, starts
 
 
 _forward = torch.library.custom_op("hybridscope::linear_decay_forward", forward, mutates_args=())
@@ -451,8 +513,10 @@ def backward(
         )
         of_query, of_key, of_value = (x.to(value.dtype) for x in wide)
         return of_query, of_key, of_value, of_decay, of_initial
-    launch = Launch(key, value.shape[-1], log_decay, cu_seqlens, window, scale, config)
     need_query, need_key, need_value, need_gate, need_initial = needs
+    launch = Launch(
+        key, value.shape[-1], log_decay, cu_seqlens, window, scale, config, backward=True, gate=need_gate
+    )  # fmt: skip
     d_out = torch.zeros_like(value) if d_out is None else _unit_stride(d_out.to(value.dtype))
     d_query = d_key = d_value = d_gate = d_initial = None
     kept = launch.kept_between(key) if need_gate else None
@@ -463,12 +527,12 @@ def backward(
             made = _started(initial_state)
         elif window:
             made = launch.states(key, value, None, reverse=False)
-        d_query, ending = launch.read(value, key, d_out, query, made, None, kept, backward=True)
+        d_query, ending = launch.read(value, key, d_out, query, made, None, kept)
     sweeps = need_key or need_value or need_gate
     made, ends = _started(d_state), None
     if not launch.single or (need_initial and not sweeps):
         made = launch.states(query, d_out, made.get("starts"), reverse=True)
-        d_initial = made["final"]
+        d_initial = made.get("final")
     elif need_initial:
         d_initial = ends = _float32((launch.sequences, *key.shape[2:], value.shape[-1]), value)
     if sweeps:

@@ -90,11 +90,19 @@ def cut(index, low, high, window, per_block, WINDOW: tl.constexpr):
 
 
 @triton.jit
+def steady_decays(rate, count, C: tl.constexpr):
+    """Log decay, the same at every token, of a chunk of `count` tokens; returns as decays."""
+    i = tl.arange(0, C)
+    held = tl.maximum(tl.minimum(count, C), 0).to(tl.int32)
+    return (i + 1).to(tl.float32) * rate, tl.maximum(held - 1 - i, 0).to(tl.float32) * rate, held.to(tl.float32) * rate
+
+
+@triton.jit
 def decays(gates, stride, rate, start, stop, C: tl.constexpr, PER_TOKEN: tl.constexpr, EXACT: tl.constexpr):
     """Log decay of a chunk: up to each token (itself included), after each token, and in all."""
     i = tl.arange(0, C)
-    count = tl.maximum(tl.minimum(stop - start, C), 0).to(tl.int32)
     if PER_TOKEN:
+        count = tl.maximum(tl.minimum(stop - start, C), 0).to(tl.int32)
         gates += start * stride
         since = tl.cumsum(tl.load(gates + i * stride, mask=i < count, other=0.0).to(tl.float32), axis=0)
         total = tl.sum(tl.where(i == C - 1, since, 0.0), axis=0)
@@ -104,9 +112,21 @@ def decays(gates, stride, rate, start, stop, C: tl.constexpr, PER_TOKEN: tl.cons
         else:
             rest = tl.minimum(total - since, 0.0)
     else:
-        since = (i + 1).to(tl.float32) * rate
-        rest = tl.maximum(count - 1 - i, 0).to(tl.float32) * rate
-        total = count.to(tl.float32) * rate
+        since, rest, total = steady_decays(rate, stop - start, C)
+    return since, rest, total
+
+
+@triton.jit
+def summed_decays(sums, rate, at, count, C: tl.constexpr, PER_TOKEN: tl.constexpr):
+    """As decays, under a window: per token from row `at` of what chunk_decays made, [chunks, H, 2, C]."""
+    i = tl.arange(0, C)
+    if PER_TOKEN:
+        sums += at * (2 * C)
+        since = tl.load(sums + i)
+        rest = tl.load(sums + (C + i))
+        total = tl.load(sums + (C - 1))
+    else:
+        since, rest, total = steady_decays(rate, count, C)
     return since, rest, total
 
 
@@ -149,6 +169,47 @@ def state_tile(base, x0, y0, X, Y, x_stride, y_stride, X_TILE: tl.constexpr, Y_T
 PLAIN = ["tokens", "sequences", "per_sequence", "window", "per_block", "chunk", "chunks", "scale"]
 
 
+@triton.jit
+def chunk_place(
+    cu_seqlens, segment_ends, tokens, sequences, per_sequence, window, per_block, chunk, chunks, H,
+    H_TILE: tl.constexpr, N_TILE: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Of a program for one chunk of H_TILE heads: heads, whether it has work, its chunk's index in all and in its
+    block, its batch row, its first token and how many it has."""
+    h_tiles = tl.cdiv(H, H_TILE)
+    head = (tl.program_id(0) % h_tiles) * H_TILE + tl.arange(0, H_TILE)
+    chunk_at = (tl.program_id(0) // h_tiles).to(tl.int64)
+    segment = tl.program_id(0) // (h_tiles * chunks)
+    sequence, row, index, low, high = place(segment, cu_seqlens, segment_ends, tokens, sequences, per_sequence, N_TILE)
+    _block, inner, start, stop = cut(index, low, high, window, per_block, WINDOW)
+    in_block = inner * chunks + tl.program_id(0) // h_tiles % chunks
+    begin = start + in_block * chunk
+    return head, sequence < sequences, chunk_at, in_block, row, begin, tl.minimum(chunk, stop - begin)
+
+
+@triton.jit(do_not_specialize=PLAIN)
+def chunk_decays(
+    gates, sums, cu_seqlens, segment_ends, gates_b, gates_t, gates_h,
+    tokens, sequences, per_sequence, window, per_block, chunk, chunks, H,
+    C: tl.constexpr, H_TILE: tl.constexpr, N_TILE: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """[chunks, H, 2, C] log decay up to each token of a chunk, itself included, and after it; a chunk that ends short
+    goes on with decays of 0. Both are sums of their own: a difference would carry the rounding of the longer one."""
+    head, works, chunk_at, _, row, begin, count = chunk_place(
+        cu_seqlens, segment_ends, tokens, sequences, per_sequence, window, per_block, chunk, chunks, H, H_TILE, N_TILE,
+        WINDOW,
+    )  # fmt: skip
+    if works:
+        n = tl.arange(0, C)
+        real = (head < H)[None, :]
+        at = gates + row * gates_b + (begin + n)[:, None] * gates_t + head.to(tl.int64)[None, :] * gates_h
+        decay = tl.load(at, mask=(n < count)[:, None] & real, other=0.0).to(tl.float32)
+        later = tl.load(at + gates_t, mask=(n + 1 < count)[:, None] & real, other=0.0).to(tl.float32)
+        to = sums + ((chunk_at * H + head) * (2 * C))[None, :] + n[:, None]
+        tl.store(to, tl.cumsum(decay, axis=0), mask=real)
+        tl.store(to + C, tl.cumsum(later, axis=0, reverse=True), mask=real)
+
+
 @triton.jit(do_not_specialize=PLAIN)
 def segment_states(
     left, right, gates, local, totals, cu_seqlens, segment_ends,
@@ -176,10 +237,14 @@ def segment_states(
     state = tl.zeros([K_TILE, V_TILE], tl.float32)
     passed = 0.0
     for step in range(0, count):
-        m = first + (count - 1 - step if REVERSE else step)
-        begin = start + m * chunk
+        m = count - 1 - step if REVERSE else step
+        begin = start + (first + m) * chunk
         end = tl.minimum(begin + chunk, stop)
-        since, rest, total = decays(gates, gates_t, rate, begin, end, C, PER_TOKEN, PRECISION == "ieee")
+        if WINDOW:
+            chunk_at = (segment.to(tl.int64) * chunks + m) * H + head
+            since, rest, total = summed_decays(gates, rate, chunk_at, end - begin, C, PER_TOKEN)
+        else:
+            since, rest, total = decays(gates, gates_t, rate, begin, end, C, PER_TOKEN, PRECISION == "ieee")
         x = rows(left, left_t, begin, end, k0, K, C, K_TILE)
         y = rows(right, right_t, begin, end, v0, V, C, V_TILE)
         weight = tl.exp(since) * scale if REVERSE else tl.exp(rest)
@@ -195,20 +260,15 @@ def segment_states(
 
 @triton.jit(do_not_specialize=["per_group"])
 def scan_segments(
-    local, totals, initial, starts, final, beyond, near_offset, far_offset, segment_ends, per_group, H, E,
-    GROUP: tl.constexpr, E_TILE: tl.constexpr, PACKED: tl.constexpr, HAS_INITIAL: tl.constexpr, WINDOW: tl.constexpr,
-    REVERSE: tl.constexpr,
+    local, totals, initial, starts, final, segment_ends, per_group, H, E,
+    GROUP: tl.constexpr, E_TILE: tl.constexpr, PACKED: tl.constexpr, HAS_INITIAL: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """States at segment starts from what the segments add, in a block or sequence; E = K * V numbers a state.
-
-    With WINDOW also `beyond`, what the segments behind each one add up to at the block's edge, and the log decays from
-    the block's start to each segment (near_offset) and behind it (far_offset), all in the direction of the sweep.
-    """
+    """States at segment starts from what the segments add, in one sequence; E = K * V numbers a state."""
     e_tiles = tl.cdiv(E, E_TILE)
     tile = tl.program_id(0) % e_tiles
     head = (tl.program_id(0) // e_tiles) % H
     group = tl.program_id(0) // (e_tiles * H)
-    if PACKED and not WINDOW:
+    if PACKED:
         first = tl.load(segment_ends + group - 1, mask=group > 0, other=0)
         count = tl.load(segment_ends + group) - first
     else:
@@ -223,7 +283,6 @@ def scan_segments(
         carry = tl.zeros([E_TILE], tl.float32)
     edge = first + (count - 1 if REVERSE else 0)
     tl.store(starts + (edge.to(tl.int64) * H + head) * E + e, carry, mask=e < E)
-    passed = 0.0
     for base in range(0, count, GROUP):
         place_ = base + n
         segment = (first + (count - 1 - place_ if REVERSE else place_)).to(tl.int64)
@@ -240,39 +299,43 @@ def scan_segments(
             starts + ((following * H + head) * E)[:, None] + e[None, :], x, mask=(place_ + 1 < count)[:, None] & inside
         )
         carry = tl.sum(tl.where(n[:, None] == GROUP - 1, x, 0.0), axis=0)
-        if WINDOW:
-            before = segment + 1 if REVERSE else segment - 1
-            earlier = tl.load(totals + before * H + head, mask=valid & (place_ > 0), other=0.0)
-            offset = passed + tl.cumsum(earlier, axis=0)
-            tl.store(near_offset + segment * H + head, offset, mask=valid & (tile == 0))
-            passed = tl.sum(tl.where(n == GROUP - 1, offset, 0.0), axis=0)
-    if WINDOW:
-        behind = tl.zeros([E_TILE], tl.float32)
-        far = 0.0
-        edge = first + (0 if REVERSE else count - 1)
-        tl.store(beyond + (edge.to(tl.int64) * H + head) * E + e, behind, mask=e < E)
-        for base in range(0, count, GROUP):
-            place_ = base + n
-            segment = (first + (place_ if REVERSE else count - 1 - place_)).to(tl.int64)
-            valid = place_ < count
-            behind_it = segment - 1 if REVERSE else segment + 1
-            later = tl.load(totals + behind_it * H + head, mask=valid & (place_ > 0), other=0.0)
-            distance = far + tl.cumsum(later, axis=0)
-            far = tl.sum(tl.where(n == GROUP - 1, distance, 0.0), axis=0)
-            x = tl.load(
-                local + ((segment * H + head) * E)[:, None] + e[None, :], mask=valid[:, None] & inside, other=0.0
-            )
-            x = tl.cumsum(x * tl.exp(distance)[:, None], axis=0) + behind[None, :]
-            following = segment + 1 if REVERSE else segment - 1
-            tl.store(
-                beyond + ((following * H + head) * E)[:, None] + e[None, :],
-                x,
-                mask=(place_ + 1 < count)[:, None] & inside,
-            )
-            behind = tl.sum(tl.where(n[:, None] == GROUP - 1, x, 0.0), axis=0)
-            tl.store(far_offset + segment * H + head, distance, mask=valid & (tile == 0))
-    else:
-        tl.store(final + (group.to(tl.int64) * H + head) * E + e, carry, mask=e < E)
+    tl.store(final + (group.to(tl.int64) * H + head) * E + e, carry, mask=e < E)
+
+
+@triton.jit(do_not_specialize=["count"])
+def scan_block(
+    local, totals, starts, beyond, near_offset, far_offset, count, H, E, E_TILE: tl.constexpr, REVERSE: tl.constexpr
+):
+    """In one window block of `count` segments, from what they add: the states at their starts and what the segments
+    behind each add up to at the block's edge; the log decays from the block's start to each (near_offset) and behind it
+    (far_offset); all in the direction of the sweep. One after the other: a block has few."""
+    e_tiles = tl.cdiv(E, E_TILE)
+    tile = tl.program_id(0) % e_tiles
+    head = (tl.program_id(0) // e_tiles) % H
+    first = (tl.program_id(0) // (e_tiles * H)).to(tl.int64) * count
+    e = tile * E_TILE + tl.arange(0, E_TILE)
+    state = tl.zeros([E_TILE], tl.float32)
+    near = 0.0
+    for i in range(0, count):
+        at = (first + (count - 1 - i if REVERSE else i)) * H + head
+        total = tl.load(totals + at)
+        x = tl.load(local + at * E + e, mask=e < E, other=0.0)
+        tl.store(starts + at * E + e, state, mask=e < E)
+        if tile == 0:
+            tl.store(near_offset + at, near)
+        state = state * tl.exp(total) + x
+        near += total
+    behind = tl.zeros([E_TILE], tl.float32)
+    far = 0.0
+    for i in range(0, count):
+        at = (first + (i if REVERSE else count - 1 - i)) * H + head
+        total = tl.load(totals + at)
+        x = tl.load(local + at * E + e, mask=e < E, other=0.0)
+        tl.store(beyond + at * E + e, behind, mask=e < E)
+        if tile == 0:
+            tl.store(far_offset + at, far)
+        behind += x * tl.exp(far)
+        far += total
 
 
 @triton.jit
@@ -315,13 +378,12 @@ def answer(
 
 @triton.jit
 def neighbour_pass(
-    x, y, u, r, out, gates, rate, far_gate, beyond, near_offset, far_offset, x_t, y_t, u_t, r_t, gates_t,
+    x, y, u, r, out, gates, rate, far_gate, beyond, near_offset, far_offset, x_t, y_t, u_t, r_t,
     x_state, y_state, segment, head, first, start, stop, high, window, per_block, chunk, chunks, scale, x0, y0, H, X, Y,
     C: tl.constexpr, X_TILE: tl.constexpr, Y_TILE: tl.constexpr, L_TILE: tl.constexpr, REVERSE: tl.constexpr,
     PER_TOKEN: tl.constexpr, GATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Writes what a segment's tokens see in the neighbouring block, summed against the direction of the sweep."""
-    EXACT: tl.constexpr = PRECISION == "ieee"
     n = tl.arange(0, C)
     column = y0 + tl.arange(0, Y_TILE)
     other = segment + per_block if REVERSE else segment - per_block
@@ -339,18 +401,21 @@ def neighbour_pass(
     count = tl.minimum(chunks, tl.cdiv(window, chunk) - first)
     chunk_index = tl.arange(0, L_TILE)
     chunk_totals = tl.zeros([L_TILE], tl.float32)
+    row_here = segment.to(tl.int64) * chunks * H + head
+    row_there = other.to(tl.int64) * chunks * H + head
     if PER_TOKEN:
-        token = start + (first + chunk_index)[:, None] * chunk + n[None, :]
-        counted = (chunk_index < count)[:, None] & (n < chunk)[None, :] & (token < stop)
-        chunk_totals = tl.sum(tl.load(gates + token * gates_t, mask=counted, other=0.0).to(tl.float32), axis=1)
+        ends_at = (row_here + chunk_index * H) * (2 * C) + (C - 1)
+        chunk_totals = tl.load(gates + ends_at, mask=chunk_index < count, other=0.0)
     for step in range(0, count):
         m = step if REVERSE else count - 1 - step
         begin = start + (first + m) * chunk
         end = tl.minimum(begin + chunk, stop)
         there_begin = begin + shift
         there_end = tl.minimum(there_begin + chunk, other_stop)
-        since, rest, _ = decays(gates, gates_t, rate, begin, end, C, PER_TOKEN, EXACT)
-        since_there, rest_there, total = decays(gates, gates_t, rate, there_begin, there_end, C, PER_TOKEN, EXACT)
+        since, rest, _ = summed_decays(gates, rate, row_here + m * H, end - begin, C, PER_TOKEN)
+        since_there, rest_there, total = summed_decays(
+            gates, rate, row_there + m * H, there_end - there_begin, C, PER_TOKEN
+        )
         if PER_TOKEN:
             passed = chunk_index > m if REVERSE else chunk_index < m
             reading_offset = reading_base + tl.sum(tl.where(passed, chunk_totals, 0.0), axis=0)
@@ -404,7 +469,6 @@ def segment_pass(
     GATE, forwards: writes the states before all chunks and, for the decay, each token's pairs with earlier ones;
     backwards: its pairs with later ones of its chunk, with those behind it, and, in parts, the pairs around the chunk.
     """
-    EXACT: tl.constexpr = PRECISION == "ieee"
     x_tiles, y_tiles = tl.cdiv(X, X_TILE), tl.cdiv(Y, Y_TILE)
     tile = program % (x_tiles * y_tiles)
     head = (program // (x_tiles * y_tiles)) % H
@@ -434,7 +498,7 @@ def segment_pass(
             if joined:
                 neighbour_pass(
                     x, y, u, r, out, gates, rate, far_gate, beyond, near_offset, far_offset, x_t, y_t, u_t, r_t,
-                    gates_t, x_state, y_state, segment, head, first, start, stop, high, window, per_block, chunk,
+                    x_state, y_state, segment, head, first, start, stop, high, window, per_block, chunk,
                     chunks, scale, x0, y0, H, X, Y, C, X_TILE, Y_TILE, L_TILE, REVERSE, PER_TOKEN, GATE, PRECISION,
                 )  # fmt: skip
                 tl.debug_barrier()  # below is read what other threads wrote
@@ -445,7 +509,11 @@ def segment_pass(
             m = count - 1 - step if REVERSE else step
             begin = start + (first + m) * chunk
             end = tl.minimum(begin + chunk, stop)
-            since, rest, total = decays(gates, gates_t, rate, begin, end, C, PER_TOKEN, EXACT)
+            chunk_at = (segment.to(tl.int64) * chunks + m) * H + head
+            if WINDOW:
+                since, rest, total = summed_decays(gates, rate, chunk_at, end - begin, C, PER_TOKEN)
+            else:
+                since, rest, total = decays(gates, gates_t, rate, begin, end, C, PER_TOKEN, PRECISION == "ieee")
             if REVERSE:
                 reading = tl.exp(rest)
                 writing = tl.exp(since) * scale
@@ -459,7 +527,6 @@ def segment_pass(
             place_ = m * chunk + n
             weights = pair_decays(since, rate, place_, PER_TOKEN, REVERSE) * scale
             if GATE:
-                chunk_at = (segment.to(tl.int64) * chunks + m) * H + head
                 kept_at, kept = state_tile(chunk_states + chunk_at * X * Y, x0, y0, X, Y, Y, 1, X_TILE, Y_TILE)
                 if REVERSE:
                     before = tl.load(kept_at, mask=kept, other=0.0).to(tl.float32)
@@ -516,8 +583,8 @@ def sweep_key_value(
     near_offset, far_offset, cu_seqlens, segment_ends,
     query_b, query_t, query_h, d_out_b, d_out_t, d_out_h, key_b, key_t, key_h, value_b, value_t, value_h,
     gates_b, gates_t, gates_h, tokens, sequences, per_sequence, window, per_block, chunk, chunks, scale, places,
-    H, K, V, C: tl.constexpr, K_TILE: tl.constexpr, V_TILE: tl.constexpr, N_TILE: tl.constexpr, L_TILE: tl.constexpr,
-    WINDOW: tl.constexpr, PER_TOKEN: tl.constexpr, GATE: tl.constexpr, HAS_START: tl.constexpr,
+    H, K, V, C: tl.constexpr, K_TILE: tl.constexpr, V_TILE: tl.constexpr, Y_TILE: tl.constexpr, N_TILE: tl.constexpr,
+    L_TILE: tl.constexpr, WINDOW: tl.constexpr, PER_TOKEN: tl.constexpr, GATE: tl.constexpr, HAS_START: tl.constexpr,
     STORE_END: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """d value by even and d key by odd programs: neighbours read the same operands, the second from the L2 cache."""
@@ -527,7 +594,7 @@ def sweep_key_value(
             near_offset, far_offset, cu_seqlens, segment_ends, query_b, query_t, query_h, d_out_b, d_out_t, d_out_h,
             key_b, key_t, key_h, value_b, value_t, value_h, gates_b, gates_t, gates_h, V, 1, tokens, sequences,
             per_sequence, window, per_block, chunk, chunks, scale, places, tl.program_id(0) // 2, H, K, V,
-            C, K_TILE, V_TILE, N_TILE, L_TILE, WINDOW, True, PER_TOKEN, False, HAS_START, STORE_END, PRECISION,
+            C, K_TILE, Y_TILE, N_TILE, L_TILE, WINDOW, True, PER_TOKEN, False, HAS_START, STORE_END, PRECISION,
         )  # fmt: skip
     else:
         segment_pass(
@@ -535,28 +602,8 @@ def sweep_key_value(
             near_offset, far_offset, cu_seqlens, segment_ends, d_out_b, d_out_t, d_out_h, query_b, query_t, query_h,
             value_b, value_t, value_h, key_b, key_t, key_h, gates_b, gates_t, gates_h, 1, V, tokens, sequences,
             per_sequence, window, per_block, chunk, chunks, scale, places, tl.program_id(0) // 2, H, V, K,
-            C, V_TILE, K_TILE, N_TILE, L_TILE, WINDOW, True, PER_TOKEN, GATE, HAS_START, False, PRECISION,
+            C, V_TILE, Y_TILE, N_TILE, L_TILE, WINDOW, True, PER_TOKEN, GATE, HAS_START, False, PRECISION,
         )  # fmt: skip
-
-
-@triton.jit
-def pairs_place(
-    cu_seqlens, segment_ends, tokens, sequences, per_sequence, window, per_block, chunk, chunks, H,
-    C: tl.constexpr, H_TILE: tl.constexpr, N_TILE: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
-    """Of a program for one chunk of H_TILE heads: heads, whether it has work, its chunk's index in all and in its
-    block, where its tokens' numbers lie in [B, T, H], and which of them exist."""
-    h_tiles = tl.cdiv(H, H_TILE)
-    head = (tl.program_id(0) % h_tiles) * H_TILE + tl.arange(0, H_TILE)
-    chunk_at = (tl.program_id(0) // h_tiles).to(tl.int64)
-    segment = tl.program_id(0) // (h_tiles * chunks)
-    sequence, row, index, low, high = place(segment, cu_seqlens, segment_ends, tokens, sequences, per_sequence, N_TILE)
-    _block, inner, start, stop = cut(index, low, high, window, per_block, WINDOW)
-    in_block = inner * chunks + tl.program_id(0) // h_tiles % chunks
-    begin = start + in_block * chunk
-    n = tl.arange(0, C)
-    mine = (n < tl.minimum(chunk, stop - begin))[:, None] & (head < H)[None, :]
-    return head, sequence < sequences, chunk_at, in_block, (row * tokens + begin + n[:, None]) * H + head[None, :], mine
 
 
 @triton.jit(do_not_specialize=[*PLAIN, "places", "tiles", "all_chunks"])
@@ -566,11 +613,14 @@ def sum_far_pairs(
     C: tl.constexpr, H_TILE: tl.constexpr, N_TILE: tl.constexpr,
 ):  # fmt: skip
     """[2, chunks, H]: pairs with neighbouring blocks that end, and that start, in each chunk."""
-    head, works, chunk_at, _, at, mine = pairs_place(
-        cu_seqlens, segment_ends, tokens, sequences, per_sequence, window, per_block, chunk, chunks, H, C, H_TILE,
-        N_TILE, True,
+    head, works, chunk_at, _, row, begin, count = chunk_place(
+        cu_seqlens, segment_ends, tokens, sequences, per_sequence, window, per_block, chunk, chunks, H, H_TILE, N_TILE,
+        True,
     )  # fmt: skip
     if works:
+        n = tl.arange(0, C)
+        at = (row * tokens + begin + n[:, None]) * H + head[None, :]
+        mine = (n < count)[:, None] & (head < H)[None, :]
         ends = tl.zeros([C, H_TILE], tl.float32)
         starts = tl.zeros([C, H_TILE], tl.float32)
         for _ in range(0, tiles):
@@ -595,13 +645,16 @@ def collect_pairs(
     With a window also the pairs with neighbouring blocks, far_... [tiles, B, T, H] and their sums by sum_far_pairs.
     """
     SUMS: tl.constexpr = 64
-    head, works, chunk_at, in_block, at, mine = pairs_place(
-        cu_seqlens, segment_ends, tokens, sequences, per_sequence, window, per_block, chunk, chunks, H, C, H_TILE,
-        N_TILE, WINDOW,
+    head, works, chunk_at, in_block, row, begin, count = chunk_place(
+        cu_seqlens, segment_ends, tokens, sequences, per_sequence, window, per_block, chunk, chunks, H, H_TILE, N_TILE,
+        WINDOW,
     )  # fmt: skip
     if works:
+        n = tl.arange(0, C)
+        at = (row * tokens + begin + n[:, None]) * H + head[None, :]
+        mine = (n < count)[:, None] & (head < H)[None, :]
         # of the token before each: a difference of sums would carry the rounding of the token's own
-        preceded = mine & (tl.arange(0, C) > 0)[:, None]
+        preceded = mine & (n > 0)[:, None]
         parts = around + (((chunk_at * H + head) * (tiles * ROWS))[:, None] + tl.arange(0, ROWS)[None, :])
         ends = tl.zeros([C, H_TILE], tl.float32)
         starts_before = tl.zeros([C, H_TILE], tl.float32)

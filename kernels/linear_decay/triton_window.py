@@ -13,7 +13,7 @@ d g_l = sum over j < l <= i of P_ij: those inside the chunk, those that end in i
 import triton
 import triton.language as tl
 
-from kernels.linear_decay.triton_sweep import decays, place, rows
+from kernels.linear_decay.triton_sweep import place, rows, summed_decays
 
 PLAIN = ["tokens", "sequences", "per_sequence", "window", "scale", "places"]
 
@@ -41,13 +41,12 @@ def weighted(
 @triton.jit
 def band_pass(
     x, y, u, r, out, gates, gate, around, cu_seqlens, segment_ends,
-    x_b, x_t, x_h, y_b, y_t, y_h, u_b, u_t, u_h, r_b, r_t, r_h, gates_b, gates_t, gates_h,
+    x_b, x_t, x_h, y_b, y_t, y_h, u_b, u_t, u_h, r_b, r_t, r_h, gates_h,
     tokens, sequences, per_sequence, window, scale, places, program, H, X, Y,
     C: tl.constexpr, X_TILE: tl.constexpr, Y_TILE: tl.constexpr, N_TILE: tl.constexpr, DEPTH: tl.constexpr,
     REVERSE: tl.constexpr, PER_TOKEN: tl.constexpr, GATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Outputs of one chunk of reading tokens; `around` [chunks, H, tiles, DEPTH + 1] holds sums of pairs of chunks."""
-    EXACT: tl.constexpr = PRECISION == "ieee"
     x_tiles, y_tiles = tl.cdiv(X, X_TILE), tl.cdiv(Y, Y_TILE)
     tile = program % (x_tiles * y_tiles)
     head = (program // (x_tiles * y_tiles)) % H
@@ -61,16 +60,16 @@ def band_pass(
         y += row * y_b + head_ * y_h
         u += row * u_b + head_ * u_h
         r += row * r_b + head_ * r_h
-        gates += row * gates_b + head_ * gates_h
-        rate = 0.0 if PER_TOKEN else tl.load(gates).to(tl.float32)
+        rate = 0.0 if PER_TOKEN else tl.load(gates + head * gates_h).to(tl.float32)
+        row_here = segment.to(tl.int64) * H + head
         # A tile of K and V is the same place of `around` forwards (x = value) and backwards (x = d out).
-        slot = around + (segment.to(tl.int64) * H + head) * (x_tiles * y_tiles * (DEPTH + 1)) + tile * (DEPTH + 1)
+        slot = around + row_here * (x_tiles * y_tiles * (DEPTH + 1)) + tile * (DEPTH + 1)
         neighbour_slot = H * x_tiles * y_tiles * (DEPTH + 1)
         n = tl.arange(0, C)
         column = y0 + tl.arange(0, Y_TILE)
         begin = low + m * C
         end = tl.minimum(begin + C, high)
-        since, rest, _ = decays(gates, gates_t, rate, begin, end, C, PER_TOKEN, EXACT)
+        since, rest, _ = summed_decays(gates, rate, row_here, end - begin, C, PER_TOKEN)
         u_tile = rows(u, u_t, begin, end, x0, X, C, X_TILE)
         r_tile = rows(r, r_t, begin, end, y0, Y, C, Y_TILE) if GATE else u_tile
         x_tile = rows(x, x_t, begin, end, x0, X, C, X_TILE)
@@ -95,7 +94,8 @@ def band_pass(
             d = step + 1
             there = begin + d * C if REVERSE else begin - d * C
             there_end = tl.minimum(there + C, high)
-            since_there, rest_there, total = decays(gates, gates_t, rate, there, there_end, C, PER_TOKEN, EXACT)
+            row_there = row_here + (d if REVERSE else -d) * H
+            since_there, rest_there, total = summed_decays(gates, rate, row_there, there_end - there, C, PER_TOKEN)
             x_there = rows(x, x_t, there, there_end, x0, X, C, X_TILE)
             y_there = rows(y, y_t, there, there_end, y0, Y, C, Y_TILE)
             apart = d * C + (n[None, :] - n[:, None] if REVERSE else n[:, None] - n[None, :])
@@ -135,7 +135,7 @@ def band_pass(
 @triton.jit(do_not_specialize=PLAIN)
 def band(
     x, y, u, r, out, gates, gate, around, cu_seqlens, segment_ends,
-    x_b, x_t, x_h, y_b, y_t, y_h, u_b, u_t, u_h, r_b, r_t, r_h, gates_b, gates_t, gates_h,
+    x_b, x_t, x_h, y_b, y_t, y_h, u_b, u_t, u_h, r_b, r_t, r_h, gates_h,
     tokens, sequences, per_sequence, window, scale, places, H, X, Y,
     C: tl.constexpr, X_TILE: tl.constexpr, Y_TILE: tl.constexpr, N_TILE: tl.constexpr, DEPTH: tl.constexpr,
     PER_TOKEN: tl.constexpr, GATE: tl.constexpr, PRECISION: tl.constexpr,
@@ -143,7 +143,7 @@ def band(
     """out or d query."""
     band_pass(
         x, y, u, r, out, gates, gate, around, cu_seqlens, segment_ends, x_b, x_t, x_h, y_b, y_t, y_h, u_b, u_t, u_h,
-        r_b, r_t, r_h, gates_b, gates_t, gates_h, tokens, sequences, per_sequence, window, scale, places,
+        r_b, r_t, r_h, gates_h, tokens, sequences, per_sequence, window, scale, places,
         tl.program_id(0), H, X, Y, C, X_TILE, Y_TILE, N_TILE, DEPTH, False, PER_TOKEN, GATE, PRECISION,
     )  # fmt: skip
 
@@ -152,22 +152,22 @@ def band(
 def band_key_value(
     query, d_out, key, value, d_key, d_value, gates, gate, around, cu_seqlens, segment_ends,
     query_b, query_t, query_h, d_out_b, d_out_t, d_out_h, key_b, key_t, key_h, value_b, value_t, value_h,
-    gates_b, gates_t, gates_h, tokens, sequences, per_sequence, window, scale, places, H, K, V,
-    C: tl.constexpr, K_TILE: tl.constexpr, V_TILE: tl.constexpr, N_TILE: tl.constexpr, DEPTH: tl.constexpr,
-    PER_TOKEN: tl.constexpr, GATE: tl.constexpr, PRECISION: tl.constexpr,
+    gates_h, tokens, sequences, per_sequence, window, scale, places, H, K, V,
+    C: tl.constexpr, K_TILE: tl.constexpr, V_TILE: tl.constexpr, Y_TILE: tl.constexpr, N_TILE: tl.constexpr,
+    DEPTH: tl.constexpr, PER_TOKEN: tl.constexpr, GATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """d value by even and d key by odd programs."""
     if tl.program_id(0) % 2 == 0:
         band_pass(
             query, d_out, key, value, d_value, gates, gate, around, cu_seqlens, segment_ends,
             query_b, query_t, query_h, d_out_b, d_out_t, d_out_h, key_b, key_t, key_h, value_b, value_t, value_h,
-            gates_b, gates_t, gates_h, tokens, sequences, per_sequence, window, scale, places, tl.program_id(0) // 2,
-            H, K, V, C, K_TILE, V_TILE, N_TILE, DEPTH, True, PER_TOKEN, False, PRECISION,
+            gates_h, tokens, sequences, per_sequence, window, scale, places, tl.program_id(0) // 2,
+            H, K, V, C, K_TILE, Y_TILE, N_TILE, DEPTH, True, PER_TOKEN, False, PRECISION,
         )  # fmt: skip
     else:
         band_pass(
             d_out, query, value, key, d_key, gates, gate, around, cu_seqlens, segment_ends,
             d_out_b, d_out_t, d_out_h, query_b, query_t, query_h, value_b, value_t, value_h, key_b, key_t, key_h,
-            gates_b, gates_t, gates_h, tokens, sequences, per_sequence, window, scale, places, tl.program_id(0) // 2,
-            H, V, K, C, V_TILE, K_TILE, N_TILE, DEPTH, True, PER_TOKEN, GATE, PRECISION,
+            gates_h, tokens, sequences, per_sequence, window, scale, places, tl.program_id(0) // 2,
+            H, V, K, C, V_TILE, Y_TILE, N_TILE, DEPTH, True, PER_TOKEN, GATE, PRECISION,
         )  # fmt: skip

@@ -18,6 +18,9 @@ gpu = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs CUDA")]
 # Small tiles and several segments, so that few tokens take every path.
 SMALL = Config(16, 16, 16, 4, 1, 16, 16, 4, 1, segment=2)
 WIDE = Config(16, 32, 32, 4, 1, 32, 32, 4, 1, segment=2)
+UNEVEN = Config(
+    16, 16, 16, 4, 1, 32, 16, 4, 1, segment=2, back_chunk=32, gate_chunk=64
+)  # other tiles and chunks backwards
 LIMITS = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (5e-3, 1e-2), torch.float16: (2e-3, 2e-3)}
 
 
@@ -96,6 +99,11 @@ CASES = [  # size, options, configuration
     ((1, 50, 1, 8, 16), {"window": 34}, SMALL),
     ((1, 40, 1, 8, 16), {"initial": 4, "cu_seqlens": [0, 1, 18, 20, 40]}, SMALL._replace(segment=1)),
     ((1, 40, 1, 8, 16), {"window": 20, "cu_seqlens": [0, 1, 18, 40]}, SMALL),
+    ((2, 99, 1, 8, 20), {"initial": 2, "scale": 0.7}, UNEVEN._replace(segment=1)),
+    ((1, 99, 1, 20, 8), {"initial": 3, "cu_seqlens": [0, 1, 66, 99]}, UNEVEN._replace(segment=1)),
+    ((1, 120, 1, 20, 8), {"window": 100}, UNEVEN),
+    ((1, 210, 1, 8, 20), {"window": 195}, UNEVEN),
+    ((1, 70, 1, 8, 20), {"window": 34}, UNEVEN),
 ]
 BLOCKS = [  # the same where a window is cut into blocks
     ((1, 38, 1, 8, 5), {"window": 18, "scale": 0.7}),
@@ -340,10 +348,18 @@ def test_cpu_tensors_are_refused_outside_the_interpreter(monkeypatch):
 
 @pytest.mark.parametrize(
     ("tokens", "window", "packed", "config"),
-    [(1, 0, 0, SMALL), (999, 0, 0, SMALL), (999, 70, 0, SMALL), (999, 0, 5, SMALL), (999, 70, 5, WIDE)],
+    [
+        (1, 0, 0, SMALL),
+        (999, 0, 0, SMALL),
+        (999, 70, 0, SMALL),
+        (999, 0, 5, SMALL),
+        (999, 70, 5, WIDE),
+        (999, 0, 0, UNEVEN),
+    ],
 )
 def test_plan_covers_all_tokens(tokens, window, packed, config):
-    cut = triton_form.plan(config._replace(segment=0), 2 if not packed else 1, tokens, 3, 1, window, packed, 132)
+    size = config.chunk
+    cut = triton_form.plan(config._replace(segment=0), size, 2 if not packed else 1, tokens, 3, 1, window, packed, 132)
     block = window or tokens
     assert cut.chunk <= config.chunk
     assert cut.chunk * cut.chunks * (cut.per_block if window or packed else cut.per_sequence) >= (
