@@ -17,7 +17,7 @@ and with Q = do z^T, E = -dy z^T, Y = z dS'^T, F_ij = beta_j exp(G_i - G_j) E_ij
 dbeta needs no division by beta because d(L diag(beta)) = -dy z^T. Each sum in dg runs only over the pairs that t lies
 between: under strong decay a difference of full sums would be all rounding. All sums are linear in columns, so a
 window's extra columns (triton_form.py) only add terms. No product takes the transpose of another product's result:
-Q^T, E^T and (q k^T)^T are made directly, because Hopper's compiler has got such transposes wrong.
+Q^T, E^T and (q k^T)^T are made directly or read from memory: Hopper's compiler has got such transposes wrong.
 """
 
 import triton
@@ -28,7 +28,7 @@ from kernels.gated_delta_rule.triton_factors import block_number, decays
 
 @triton.jit(do_not_specialize=["W", "scale"])
 def reverse_kernel(
-    q, k, do, beta, since, rest, inverse, chunks, segments, starts, ends, cotangents, dy,
+    q, k, do, beta, since, rest, inverse, kept_scores, chunks, segments, starts, ends, cotangents, dy,
     q_b, q_t, q_h, k_b, k_t, k_h, do_b, do_t, do_h, beta_b, beta_t, beta_h, s_b, s_t, dy_b, dy_t, dy_h,
     H, W, scale,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TILES: tl.constexpr,
@@ -39,7 +39,8 @@ def reverse_kernel(
 
     LINKED 1: starts is [segments, H, K, V], 2: [sequences, ...], read by a sequence's last segment; 0: nothing is read.
     OWN: dS is I at the end of every window block and no output is read, so that dy is k~ of kernels/blocks.py. READ:
-    do is read. ENDS 1: ends is [segments, H, K, V], 2: [sequences, ...], written by a sequence's first segment, 0: not.
+    do is read; P is made, or taken from kept_scores [chunks, H, C, C]. ENDS 1: ends is [segments, H, K, V],
+    2: [sequences, ...], written by a sequence's first segment, 0: not.
     SPANS: segments are spans, LINKED is 2, and cotangents known to be 0, behind spans but the last, are not written.
     """
     program = tl.program_id(0).to(tl.int64)
@@ -80,12 +81,19 @@ def reverse_kernel(
     first = begin + (high - low - 1) * C
     at = (high.to(tl.int64) - 1) * H + h
     places = tl.arange(0, C)
+    transposed = places[None, :] * C + places[:, None]
 
     steps = high - low
     if OWN and ENDS == 1:
         # only where a block opens does the end of a segment depend on more than its map
         steps *= tl.load(segments + segment * 4 + 3)
-    for _ in range(0, steps):
+    # Wide tiles read a chunk ahead by hand: two stages in shared memory would leave one program a multiprocessor. Tiles of
+    # 16 and 32 columns, which do not need it, gave wrong results so on an H200 (Triton 3.6, the cause is not known).
+    AHEAD: tl.constexpr = kept_scores is not None and BV >= 64
+    if AHEAD:
+        scores_there = tl.load(kept_scores + at * C * C + transposed)
+        solve_there = tl.load(inverse + at * C * C + transposed)
+    for step in range(0, steps):
         t = first + places
         t64 = t.to(tl.int64)
         valid = t < end
@@ -121,10 +129,21 @@ def reverse_kernel(
                 do + b * do_b + h * do_h + t64[:, None] * do_t + column[None, :], mask=in_values, other=0.0
             ).to(dtype)
             queries = tl.load(q + b * q_b + h * q_h + t64[:, None] * q_t + key_at[None, :], mask=in_keys, other=0.0)
-            scores = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
-            scores *= scale * decays(summed, t, valid, block, True)
-            dx += tl.dot(scores.to(dtype), dout, input_precision=PRECISION)
-        solve = tl.load(inverse + at * C * C + places[None, :] * C + places[:, None])
+            if kept_scores is None:
+                scores = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
+                scores = (scores * (scale * decays(summed, t, valid, block, True))).to(dtype)
+            elif not AHEAD:
+                scores = tl.load(kept_scores + at * C * C + transposed)
+            else:
+                scores = scores_there
+                ahead = (at - H) * C * C + transposed
+                scores_there = tl.load(kept_scores + ahead, mask=step + 1 < steps, other=0.0)
+            dx += tl.dot(scores, dout, input_precision=PRECISION)
+        if not AHEAD:
+            solve = tl.load(inverse + at * C * C + transposed)
+        else:
+            solve = solve_there
+            solve_there = tl.load(inverse + ahead, mask=step + 1 < steps, other=0.0)
         solved = tl.dot(solve, (rate[:, None] * dx).to(dtype), input_precision=PRECISION)
         if SAVE:
             to = dy + b * dy_b + h * dy_h + t64[:, None] * dy_t + column[None, :]

@@ -67,20 +67,32 @@ def add_states(
 
 
 @triton.jit
-def crossing(pairs, t):
-    """[C] sum over i >= t > j of pairs [i, j]: never a difference of sums over all i and over all j."""
-    ending = tl.cumsum(pairs, 0, reverse=True)
+def crossing(pairs, t, SCAN: tl.constexpr):
+    """[C] sum over i >= t > j of pairs [i, j]: never a difference of sums over all i and over all j.
+
+    Sums over i by a scan, which passes each number through the threads five times, or as a product with ones, in two
+    bfloat16 parts, 16 bits in all.
+    """
+    if SCAN:
+        ending = tl.cumsum(pairs, 0, reverse=True)
+    else:
+        counted = tl.where(t[:, None] <= t[None, :], 1.0, 0.0).to(tl.bfloat16)
+        high = pairs.to(tl.bfloat16)
+        ending = tl.dot(counted, high)
+        ending = tl.dot(counted, (pairs - high.to(tl.float32)).to(tl.bfloat16), acc=ending)
     return tl.sum(tl.where(t[:, None] > t[None, :], ending, 0.0), axis=1)
 
 
 @triton.jit(do_not_specialize=["W", "scale"])
 def gradient_kernel(
     q, k, do, beta, since, rest, chunks, dy, written, states, cotangents,
-    do_2, dy_2, cotangents_2, dy_3, written_3, states_3, cotangents_3, dq, dk, dg, dbeta, tail_dv,
+    do_2, dy_2, cotangents_2, dy_3, written_3, states_3, cotangents_3, kept_scores, kept_pairs, dq, dk, dg,
+    dbeta, tail_dv,
     q_b, q_t, q_h, k_b, k_t, k_h, do_b, do_t, do_h, beta_b, beta_t, beta_h, s_b, s_t, dy_b, dy_t, dy_h,
     x_b, x_t, x_h, H, W, scale,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUPS: tl.constexpr,
-    WINDOW: tl.constexpr, SPANS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, SPANS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, SCAN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of query, key, log_decay and beta in one chunk of one head.
 
@@ -88,8 +100,9 @@ def gradient_kernel(
     same written and states, from column V on) and carried keys (dy_3, written_3, states_3). [B, T, H, K] tensors of
     ours, dq and dk among them, have strides x. GROUPS: there are the window's columns; WINDOW: blocks begin or end
     inside chunks; SPANS: chunks are those of spans, and what is known at a span's ends is not read. tail_dv, if given,
-    gets dy added. QUERIES: dq and the pairs that are read, KEYS: dk and the others; KEYS alone adds its terms of dg and
-    dbeta to what a launch with QUERIES has stored.
+    gets dy added. QUERIES: dq and the pairs that are read, whose P [chunks, H, C, C] goes to kept_scores, if given;
+    KEYS: dk and the others. QUERIES alone leaves for KEYS alone the pairs of dq in kept_pairs [chunks, H, C, C], and
+    terms of dg and dbeta, to which KEYS adds its own.
     """
     program = tl.program_id(0).to(tl.int64)
     chunk, h = program // H, program % H
@@ -138,16 +151,21 @@ def gradient_kernel(
     later = t[:, None] > t[None, :]
     d_beta = tl.zeros([C], tl.float32)
     d_pairs = tl.zeros([C], tl.float32)
+    BOTH: tl.constexpr = QUERIES and KEYS
+    square = program * C * C
     read = tl.zeros([C, C], tl.float32)
     read_t = tl.zeros([C, C], tl.float32)
-    read, read_t = add_pairs(read, read_t, do, do_t, written, COLUMNS, t64, valid, V, C, BV, QUERIES, KEYS, PRECISION)
-    if GROUPS:
-        read, read_t = add_pairs(
-            read, read_t, do_2, x_t, written + V, COLUMNS, t64, valid, K, C, BV, QUERIES, KEYS, PRECISION
-        )
-    if KEYS:
+    if QUERIES:
+        read, read_t = add_pairs(read, read_t, do, do_t, written, COLUMNS, t64, valid, V, C, BV, True, BOTH, PRECISION)
+        if GROUPS:
+            read, read_t = add_pairs(
+                read, read_t, do_2, x_t, written + V, COLUMNS, t64, valid, K, C, BV, True, BOTH, PRECISION
+            )
+    if BOTH:
         decay = decays(summed, t, valid, block, True)
         to_keys = (scale * rate[:, None] * decay * read_t).to(dtype)
+    elif KEYS:
+        to_keys = tl.load(kept_pairs + square + place[None, :] * C + place[:, None])
     if QUERIES:
         scores = tl.zeros([C, C], tl.float32)
         for at in range(0, K, BK):
@@ -156,11 +174,16 @@ def gradient_kernel(
             keys = tl.load(k + t64[:, None] * k_t + key_at[None, :], mask=inside, other=0.0)
             queries = tl.load(q + t64[:, None] * q_t + key_at[None, :], mask=inside, other=0.0)
             scores += tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-        read *= scale * decays(summed, t, valid, block, False)
+        weights = scale * decays(summed, t, valid, block, False)
+        if kept_scores is not None:
+            tl.store(kept_scores + square + place[:, None] * C + place[None, :], (scores * weights).to(dtype))
+        read *= weights
         from_queries = (rate[None, :] * read).to(dtype)
+        if not KEYS:
+            tl.store(kept_pairs + square + place[:, None] * C + place[None, :], from_queries)
         read *= scores
         d_beta += tl.sum(read, axis=0)
-        d_pairs += crossing(tl.where(later, read * rate[None, :], 0.0), t)
+        d_pairs += crossing(tl.where(later, read * rate[None, :], 0.0), t, SCAN)
     if KEYS:
         removed = tl.zeros([C, C], tl.float32)
         removed_t = tl.zeros([C, C], tl.float32)
@@ -186,7 +209,7 @@ def gradient_kernel(
         among_keys = (-rate[None, :] * removed - removed_t).to(dtype)
         removed *= -products
         d_beta += tl.sum(removed, axis=0)
-        d_pairs += crossing(removed * rate[None, :], t)
+        d_pairs += crossing(removed * rate[None, :], t, SCAN)
 
     before = block_number(tl.maximum(first - 1, start), start, W, WINDOW)
     last = tl.minimum(first + C, end) - 1

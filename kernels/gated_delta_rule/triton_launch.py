@@ -192,6 +192,7 @@ def link(
 def reverse(
     p: Problem, saved: Saved | tuple[Tensor, Tensor, Tensor], dout: Tensor | None, dy: Tensor | None, width: int, *,
     starts: Tensor | None = None, ends: tuple[int, Tensor] | None = None, cotangents: Tensor | None = None,
+    scores: Tensor | None = None,
 ) -> None:  # fmt: skip
     """One launch of the reverse scan over `width` columns; without dout the scan that makes k~."""
     inverse, since, rest = saved[:3]
@@ -199,7 +200,7 @@ def reverse(
     n_tiles = triton_layout.ceil(width, p.sizes.columns)
     linked = 0 if starts is None else 1 if p.table.linked else 2
     reverse_kernel[(p.n_segments * p.heads * n_tiles,)](
-        p.query, p.key, dout, p.beta, since, rest, inverse, p.table.chunks, p.table.segments, starts,
+        p.query, p.key, dout, p.beta, since, rest, inverse, scores, p.table.chunks, p.table.segments, starts,
         ends[1] if ends else None, cotangents, dy,
         *strides(p.query), *strides(p.key), *(none if dout is None else strides(dout)), *strides(p.beta),
         *strides(since)[:2], *(none if dy is None else strides(dy)), p.heads, p.window, p.scale,
@@ -212,13 +213,13 @@ def reverse(
 
 def reversed_starts(
     p: Problem, saved: Saved | tuple[Tensor, Tensor, Tensor], maps: Tensor, dout: Tensor | None, width: int,
-    last: Tensor | None,
+    last: Tensor | None, scores: Tensor | None = None,
 ) -> Tensor | None:  # fmt: skip
     """Cotangents after every segment, given those after every sequence; the latter where no state passes segments."""
     if not p.table.linked:
         return last
     ends = p.floats(p.n_segments, p.heads, p.widths[0], width)
-    reverse(p, saved, dout, None, width, ends=(1, ends))
+    reverse(p, saved, dout, None, width, ends=(1, ends), scores=scores)
     own = dout is None
     return link(p, maps, ends, value_width=0 if own else width, transition=own, initial=last, reverse=True, seed=own)
 
@@ -344,49 +345,78 @@ def backward(p: Problem, saved: Saved, has_initial: bool, dout: Tensor, dstate: 
     pulled = p.like_key(b, t, h, k) if windowed else None
     scan(p, saved, p.value, transition=windowed, starts=given, pulled=pulled, states=states, written=written)
     dv, cotangents = p.like_key(b, t, h, v), p.like_key(p.n_chunks, h, k, v)
+    parts, left = Parts(p, saved, dout, dv), (written, states, cotangents)
+    scores = None if windowed else parts.launch_queries(left)
     initial = p.floats(p.n_sequences, h, k, v) if has_initial else None
-    ends = reversed_starts(p, saved, saved.maps, dout, v, dstate)
-    reverse(p, saved, dout, dv, v, starts=ends, cotangents=cotangents, ends=(2, initial) if has_initial else None)  # type: ignore[arg-type]
-    more: dict[str, Tensor | None] = dict.fromkeys(
-        ("do_2", "dy_2", "cotangents_2", "dy_3", "written_3", "states_3", "cotangents_3")
-    )
-    tail_dv = None
-    if pulled is not None:
+    ends = reversed_starts(p, saved, saved.maps, dout, v, dstate, scores)
+    first = (2, initial) if initial is not None else None
+    reverse(p, saved, dout, dv, v, starts=ends, cotangents=cotangents, ends=first, scores=scores)
+    if pulled is None:
+        parts.launch_rest(left)
+    else:
         more, tail_dv = window_columns(p, saved, pulled, dout, dstate)
-    result = gradients(p, saved, dout, dv, (written, states, cotangents), list(more.values()), None)
-    if tail_dv is not None:
+        parts.launch_queries(left, more)
+        parts.launch_rest(left, more)
         dv += tail_dv
-    return result._replace(initial=initial)
+    return parts.gradients(dv)._replace(initial=initial)
 
 
-def gradients(
-    p: Problem, saved: Saved, dout: Tensor, dv: Tensor, left: tuple[Tensor, Tensor, Tensor],
-    more: list[Tensor | None], tail_dv: Tensor | None,
-) -> Gradients:  # fmt: skip
-    """Gradients of every chunk from what the scans left: written, states, cotangents, and a window's columns.
+class Parts:
+    """Gradients of every chunk from what the scans left: written, states, cotangents, and a window's columns."""
 
-    `tail_dv`, if given, gets dv added and is the gradient of values.
-    """
-    (k, v), h, (b, t) = p.widths, p.heads, p.key.shape[:2]
-    dq, dk = (p.like_key(b, t, h, k) for _ in range(2))
-    dg, dbeta = (p.floats(b, t, h) for _ in range(2))
-    registers = {"maxnreg": p.sizes.gradient_registers} if p.sizes.gradient_registers else {}
-    for queries, keys in ((True, False), (False, True)) if p.sizes.gradient_parts else ((True, True),):
+    def __init__(self, p: Problem, saved: Saved, dout: Tensor, dy: Tensor) -> None:
+        self.p, self.saved, self.dout, self.dy = p, saved, dout, dy
+        self.query, self.key = (p.like_key(*p.key.shape) for _ in range(2))
+        self.log_decay, self.beta = (p.floats(*p.beta.shape) for _ in range(2))
+        # what queries' launch leaves for keys': dq's pairs
+        square = (p.n_chunks, p.heads, p.sizes.chunk, p.sizes.chunk) if p.sizes.gradient_parts else (0,)
+        self.pairs = p.like_key(*square)
+
+    def launch_queries(
+        self, left: tuple[Tensor, Tensor, Tensor], more: list[Tensor | None] | None = None
+    ) -> Tensor | None:
+        """What needs no cotangents of states, if it has a launch of its own; returns P [chunks, H, C, C], which is made
+        on the way and is half of a reverse scan's work."""
+        p, c = self.p, self.p.sizes.chunk
+        if not p.sizes.gradient_parts:
+            return None
+        scores = p.like_key(p.n_chunks, p.heads, c, c)
+        self.launch(left, more, queries=True, keys=False, scores=scores)
+        return scores
+
+    def launch_rest(
+        self, left: tuple[Tensor, Tensor, Tensor], more: list[Tensor | None] | None = None,
+        tail_dv: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """`more`: a window's columns in the order of the kernel; `tail_dv`, if given, gets dy added."""
+        self.launch(left, more, queries=not self.p.sizes.gradient_parts, keys=True, tail_dv=tail_dv)
+
+    def launch(
+        self, left: tuple[Tensor, Tensor, Tensor], more: list[Tensor | None] | None, *, queries: bool, keys: bool,
+        scores: Tensor | None = None, tail_dv: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        p, saved, (k, v), h, c = self.p, self.saved, self.p.widths, self.p.heads, self.p.sizes.chunk
+        # Products with ones pay from 64 rows on (measured). With eight warps Triton 3.6 gets them wrong (tests on a
+        # GPU), and the interpreter has no bfloat16 of its own.
+        scan_pairs = INTERPRETED or p.key.dtype == torch.float32 or c < 64 or p.sizes.gradient_warps > 4
         gradient_kernel[(p.n_chunks * h,)](
-            p.query, p.key, dout, p.beta, saved.since, saved.rest,
-            p.table.chunks if p.table.of_spans is None else p.table.of_spans, dv, *left, *more, dq, dk, dg, dbeta,
-            tail_dv, *strides(p.query), *strides(p.key), *strides(dout), *strides(p.beta), *strides(dg)[:2],
-            *strides(dv), *strides(dq), h, p.window, p.scale, K=k, V=v, C=p.sizes.chunk,
-            BK=min(p.sizes.gradient_keys, power_of_two(k)), BV=min(p.sizes.gradient_columns, power_of_two(v)),
-            GROUPS=p.window > 0, WINDOW=p.masked, SPANS=p.spanned, QUERIES=queries, KEYS=keys, PRECISION=p.precision(),
-            num_warps=p.sizes.gradient_warps, num_stages=p.sizes.gradient_stages, **registers,
+            p.query, p.key, self.dout, p.beta, saved.since, saved.rest,
+            p.table.chunks if p.table.of_spans is None else p.table.of_spans, self.dy, *left, *(more or [None] * 7),
+            scores, self.pairs, self.query, self.key, self.log_decay, self.beta, tail_dv, *strides(p.query),
+            *strides(p.key), *strides(self.dout), *strides(p.beta), *strides(self.beta)[:2], *strides(self.dy),
+            *strides(self.query), h, p.window, p.scale, K=k, V=v, C=c, BK=min(p.sizes.gradient_keys, power_of_two(k)),
+            BV=min(p.sizes.gradient_columns, power_of_two(v)), GROUPS=p.window > 0, WINDOW=p.masked, SPANS=p.spanned,
+            QUERIES=queries, KEYS=keys, SCAN=scan_pairs, PRECISION=p.precision(), num_warps=p.sizes.gradient_warps,
+            num_stages=p.sizes.gradient_stages,
         )  # fmt: skip
-    return Gradients(dq, dk, dv if tail_dv is None else tail_dv, dg, dbeta, None)
+
+    def gradients(self, value: Tensor) -> Gradients:
+        return Gradients(self.query, self.key, value, self.log_decay, self.beta, None)
 
 
 def window_columns(
     p: Problem, saved: Saved, pulled: Tensor, dout: Tensor, dstate: Tensor
-) -> tuple[dict[str, Tensor | None], Tensor]:
+) -> tuple[list[Tensor | None], Tensor]:
     """The backward's columns for q~ and k~, in the order gradient_kernel takes them, and the tail's dv."""
     (k, _), h, c = p.widths, p.heads, p.sizes.chunk
     carried, cotangents_3 = torch.empty_like(pulled), p.like_key(p.n_chunks, h, k, k)
@@ -406,12 +436,4 @@ def window_columns(
         scan(p, saved, d.carried, transition=False, ends=(1, added))
         starts = link(p, saved.maps, added, value_width=k, transition=False, initial=None, reverse=False, seed=False)
     scan(p, saved, d.carried, transition=False, starts=starts, states=states_3, written=written_3)
-    return {
-        "do_2": d.pulled,
-        "dy_2": dy_2,
-        "cotangents_2": cotangents_2,
-        "dy_3": carried,
-        "written_3": written_3,
-        "states_3": states_3,
-        "cotangents_3": cotangents_3,
-    }, d.value
+    return [d.pulled, dy_2, cotangents_2, carried, written_3, states_3, cotangents_3], d.value

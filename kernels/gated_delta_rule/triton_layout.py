@@ -44,7 +44,6 @@ class Tiles(NamedTuple):
     segment: int = 0  # chunks in a segment, 0: chosen by `segment_chunks`
     spanned: int = 0  # 1: windows are walked span by span
     gradient_parts: int = 0  # 1: gradients of queries and of keys in two launches, fewer registers each
-    gradient_registers: int = 0  # most that a thread of it may take, 0: no limit
     carry_rows: int = 64  # of the carried transition one program holds
     carry_warps: int = 4
     keys_warps: int = 4
@@ -89,16 +88,20 @@ def tiles(dtype: torch.dtype, key_width: int, value_width: int, window: int = 0,
     )
     if not usual:
         return used
-    used = used._replace(gradient_parts=1, gradient_columns=64, gradient_keys=64, gradient_warps=4)
-    if not window:
+    used = used._replace(gradient_columns=64, gradient_keys=64, gradient_warps=4)
+    if not window and narrow:
         return used
+    used = used._replace(gradient_parts=1)
+    if not window:
+        return used._replace(gradient_stages=2)
     if window > LONG_SPAN:
         return used._replace(spanned=1, columns=16, carry_rows=16) if narrow else used._replace(columns=32)
     if chunk_size < window <= 3 * chunk_size // 2:  # three half chunks hold a block with less left over than two
         used = used._replace(chunk=max(16, chunk_size // 2))
     # Wide keys with four warps: d k~'s walk through several chunks spills, outputs do not and are faster.
     keys_warps = 8 if key_width > 64 and window > used.chunk else 4
-    return used._replace(spanned=1, tail_warps=4, keys_warps=keys_warps)
+    gradient_stages = 2 if not narrow and used.chunk <= window and used.chunk == chunk_size else 1
+    return used._replace(spanned=1, tail_warps=4, keys_warps=keys_warps, gradient_stages=gradient_stages)
 
 
 def candidates(dtype: torch.dtype, key_width: int, value_width: int, window: int = 0) -> list[Tiles]:
@@ -112,13 +115,20 @@ def candidates(dtype: torch.dtype, key_width: int, value_width: int, window: int
             {"columns": 16},
             {"columns": 32},
             {"columns": 64},
-            {"gradient_stages": 2},
+            {"gradient_stages": 1},
+            {"gradient_parts": 1, "gradient_stages": 2},
             {"scan_stages": 3, "reverse_stages": 3, "tail_warps": 8},
             {"gradient_warps": 4, "solve_warps": 4},
             {"gradient_columns": 64, "gradient_keys": 64, "solve_warps": 8, "link_warps": 4},
             # one launch with tiles of 64, four warps and two stages gives wrong gradients of queries at K = 128
-            {"gradient_parts": 0, "gradient_columns": 32, "gradient_keys": 32, "gradient_warps": 8},
-            {"gradient_warps": 8, "gradient_registers": 128},
+            {
+                "gradient_parts": 0,
+                "gradient_columns": 32,
+                "gradient_keys": 32,
+                "gradient_warps": 8,
+                "gradient_stages": 1,
+            },
+            {"gradient_warps": 8, "gradient_stages": 1},
             {"chunk": 32},
             {"solve_precision": 1},
         ]

@@ -12,10 +12,10 @@ from torch import Tensor
 from kernels.gated_delta_rule import triton_layout
 from kernels.gated_delta_rule.triton_launch import (
     Gradients,
+    Parts,
     Problem,
     Saved,
     factors,
-    gradients,
     reverse,
     scan,
     strides,
@@ -123,7 +123,15 @@ def backward(p: Problem, saved: Saved, dout: Tensor, dstate: Tensor) -> Gradient
     d_pulled, dy_2 = torch.empty_like(saved.carried), torch.empty_like(saved.carried)
     cotangents_2, states_3 = p.like_key(p.n_chunks, h, k, k), inner_states(p, k)
     written_3 = p.like_key(p.n_chunks, h, c, k)
-    cotangents_of(p, saved, dout, (dstate, d_transition), (dv, cotangents), (d_pulled, dy_2, cotangents_2))
+    pulled_gradient_kernel[(p.n_chunks * h,)](
+        p.value, dout, saved.carried, saved.sums, p.table.of_spans, d_pulled, *strides(p.value), *strides(dout),
+        *strides(d_pulled), h, p.window, span(p), num_warps=p.sizes.tail_warps, num_stages=1, **more,
+    )  # fmt: skip
+    parts, left = Parts(p, saved, dout, dv), (written, states, cotangents)
+    groups: list[Tensor | None] = [d_pulled, dy_2, cotangents_2, saved.carried, written_3, states_3, transitions]
+    scores = parts.launch_queries(left, groups)
+    reverse(p, saved, dout, dv, v, starts=dstate, cotangents=cotangents, scores=scores)
+    reverse(p, saved, d_pulled, dy_2, k, starts=d_transition, cotangents=cotangents_2, scores=scores)
     walk_keys_kernel[(p.n_segments * h,)](
         p.key, p.value, dout, p.beta, saved.since, saved.rest, saved.inverse, pulled, d_last, *tables, states_3,
         written_3, *strides(p.key), *strides(p.value), *strides(dout), *strides(p.beta), *strides(saved.since)[:2],
@@ -135,20 +143,5 @@ def backward(p: Problem, saved: Saved, dout: Tensor, dstate: Tensor) -> Gradient
         *strides(pulled), h, p.window, span(p), num_warps=p.sizes.keys_warps,
         num_stages=stages(p, p.sizes.keys_stages), **more,
     )  # fmt: skip
-    groups: list[Tensor | None] = [d_pulled, dy_2, cotangents_2, saved.carried, written_3, states_3, transitions]
-    return gradients(p, saved, dout, dv, (written, states, cotangents), groups, tail_dv)
-
-
-def cotangents_of(
-    p: Problem, saved: Saved, dout: Tensor, last: tuple[Tensor, Tensor], of_values: tuple[Tensor, Tensor],
-    of_pulled: tuple[Tensor, Tensor, Tensor],
-) -> None:  # fmt: skip
-    """Of q~ in one launch, every chunk at once; of states and transitions by a reverse scan each."""
-    d_pulled = of_pulled[0]
-    pulled_gradient_kernel[(p.n_chunks * p.heads,)](
-        p.value, dout, saved.carried, saved.sums, p.table.of_spans, d_pulled, *strides(p.value), *strides(dout),
-        *strides(d_pulled), p.heads, p.window, span(p), MANY=p.masked, num_warps=p.sizes.tail_warps, num_stages=1,
-        **shapes(p),
-    )  # fmt: skip
-    for cotangent, (dy, states), end in ((dout, of_values, last[0]), (d_pulled, of_pulled[1:], last[1])):
-        reverse(p, saved, cotangent, dy, end.shape[-1], starts=end, cotangents=states)
+    parts.launch_rest(left, groups, tail_dv)
+    return parts.gradients(tail_dv)

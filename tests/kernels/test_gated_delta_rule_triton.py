@@ -109,6 +109,18 @@ def test_segments_are_joined(segment, initial):
     compare(operands((110, 1, 1, 16, 8), initial=initial), changes={"segment": segment})
 
 
+@pytest.mark.parametrize(
+    ("tokens", "options"),
+    [(75, {}), (110, {"window": 40}), (140, {"window": 20, "spanned": 1}), (90, {"bounds": [0, 1, 40, 90]})],
+)
+def test_gradients_in_two_launches(tokens, options):
+    """Queries' part comes before the reverse scans, if nothing is windowed, and hands them its scores."""
+    options = dict(options)
+    changes = {"gradient_parts": 1, "segment": 1, "spanned": options.pop("spanned", 0)}
+    initial = 0 if "window" in options else len(options.get("bounds", [0, 1])) - 1
+    compare(operands((tokens, 1, 2, 8, 12), initial=initial), scale=0.7, changes=changes, **options)
+
+
 @pytest.mark.parametrize(("chunk", "window"), [(16, None), (64, 40)])
 def test_other_chunks(chunk, window):
     compare(operands((70, 1, 1, 16, 8)), window=window, changes={"chunk": chunk, "segment": 1})
