@@ -87,8 +87,8 @@ def reverse_kernel(
     if OWN and ENDS == 1:
         # only where a block opens does the end of a segment depend on more than its map
         steps *= tl.load(segments + segment * 4 + 3)
-    # Wide tiles read a chunk ahead by hand: two stages in shared memory would leave one program a multiprocessor. Tiles of
-    # 16 and 32 columns, which do not need it, gave wrong results so on an H200 (Triton 3.6, the cause is not known).
+    # Wide tiles read a chunk ahead by hand: two stages in shared memory would leave one program a multiprocessor. Tiles
+    # of 16 and 32 columns do not need it and gave wrong results so on an H200 (Triton 3.6, the cause is not known).
     AHEAD: tl.constexpr = kept_scores is not None and BV >= 64
     if AHEAD:
         scores_there = tl.load(kept_scores + at * C * C + transposed)
