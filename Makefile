@@ -10,7 +10,7 @@ demo: $(READY)
 	$(BIN)/python -m analyses.figures results/receptive_field.h5 --out results/receptive_field.png
 
 test: $(READY) lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 corpus: $(READY)
 	$(BIN)/python -m models.pretrain.corpus --out corpus
@@ -18,7 +18,7 @@ corpus: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy -n 2
 
 # Installed again when the dependencies change. PyTorch is pinned: without the pin pip takes a CUDA build of several GB.
 $(READY): pyproject.toml constraints.txt
