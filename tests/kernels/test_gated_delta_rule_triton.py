@@ -114,7 +114,7 @@ def test_segments_are_joined(segment, initial):
     [(75, {}), (110, {"window": 40}), (140, {"window": 20, "spanned": 1}), (90, {"bounds": [0, 1, 40, 90]})],
 )
 def test_gradients_in_two_launches(tokens, options):
-    """Queries' part comes before the reverse scans, if nothing is windowed, and hands them its scores."""
+    """Queries' part comes before the reverse scans and hands them its scores, but for windows in linked segments."""
     options = dict(options)
     changes = {"gradient_parts": 1, "segment": 1, "spanned": options.pop("spanned", 0)}
     initial = 0 if "window" in options else len(options.get("bounds", [0, 1])) - 1

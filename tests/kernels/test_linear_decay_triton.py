@@ -18,9 +18,8 @@ gpu = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs CUDA")]
 # Small tiles and several segments, so that few tokens take every path.
 SMALL = Config(16, 16, 16, 4, 1, 16, 16, 4, 1, segment=2)
 WIDE = Config(16, 32, 32, 4, 1, 32, 32, 4, 1, segment=2)
-UNEVEN = Config(
-    16, 16, 16, 4, 1, 32, 16, 4, 1, segment=2, back_chunk=32, gate_chunk=64
-)  # other tiles and chunks backwards
+# Other tiles and chunks backwards.
+UNEVEN = Config(16, 16, 16, 4, 1, 32, 16, 4, 1, segment=2, back_chunk=32, gate_chunk=64)
 LIMITS = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (5e-3, 1e-2), torch.float16: (2e-3, 2e-3)}
 
 
