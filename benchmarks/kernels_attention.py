@@ -138,7 +138,8 @@ def tune() -> None:
             for i, tiles in enumerate(forward_tiles(q.dtype, d)):
                 run = partial(triton_form.attention_forward, *given, flat, d**-0.5, statistics, argmax, [i, 0, 0])
                 show_tiles(shape, name, tiles, run, 2 * product)
-        out, lse, entropy, _, place, mass = triton_form.attention_forward(*given, flat, d**-0.5, True, True, [0, 0, 0])
+        every = triton_form.attention_forward(*given, flat, d**-0.5, True, True, [0, 0, 0])
+        out, lse, entropy, _, place, mass, _ = every
         d_out = torch.randn_like(out)
         for statistics in (False, True):
             d_entropy = torch.randn_like(lse) if statistics else None

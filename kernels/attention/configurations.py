@@ -1,9 +1,9 @@
 """Tile sizes of the Triton kernels of attention, by dtype and padded head width.
 
 The first of a list is the one used; operands that descriptors cannot address use the first without descriptors. All
-were compiled for sm_90 and their registers read. Bytes a thread still spills, all others none: key_value at width 128
-with tiles (64, 128) and (64, 64, 4 warps), 48 to 80 of addresses that an inner loop only reads again; without
-descriptors 8, with statistics 80; float32 query at 256, 208, and key_value with statistics at 64, 32.
+were compiled for sm_90 and their registers read. Of 16-bit tiles some spill up to 130 bytes a thread, query at width
+256 up to 200, and are faster (measured) than those that do not; float32 query at 256 spills 208, key_value with
+statistics at 64, 32.
 """
 
 from typing import NamedTuple
@@ -17,51 +17,59 @@ class Tiles(NamedTuple):
     warps: int
     stages: int
     descriptors: bool = False  # loads by the tensor memory accelerator
+    registers: int | None = None  # most of a thread, so that one more program fits a multiprocessor
 
 
 Table = dict[int, list[Tiles]]  # by the largest padded head width
 
 FORWARD: Table = {
     64: [
+        Tiles(64, 128, 4, 2, True, 168),
+        Tiles(64, 64, 4, 3, True),
         Tiles(128, 64, 4, 3, True),
         Tiles(128, 128, 8, 3, True),
-        Tiles(64, 64, 4, 3, True),
         Tiles(128, 128, 8, 3),
     ],
     128: [
-        Tiles(128, 128, 8, 2, True),
-        Tiles(128, 64, 8, 3, True),
-        Tiles(64, 128, 4, 2, True),
         Tiles(64, 64, 4, 3, True),
+        Tiles(128, 64, 8, 3, True),
+        Tiles(128, 128, 8, 2, True),
+        Tiles(64, 128, 4, 2, True),
         Tiles(128, 64, 8, 3),
     ],
     256: [Tiles(128, 64, 8, 2, True), Tiles(64, 64, 4, 2, True), Tiles(128, 64, 8, 2)],
 }
 KEY_VALUE: Table = {
-    64: [Tiles(64, 128, 8, 2, True), Tiles(64, 64, 4, 2, True), Tiles(32, 64, 4, 2, True), Tiles(64, 128, 8, 2)],
+    64: [
+        Tiles(64, 64, 4, 3, True),
+        Tiles(64, 128, 8, 2, True),
+        Tiles(64, 64, 4, 2, True),
+        Tiles(32, 64, 4, 2, True),
+        Tiles(64, 128, 8, 2),
+    ],
     128: [
+        Tiles(64, 64, 4, 2, True),
         Tiles(64, 128, 8, 2, True),
         Tiles(64, 64, 8, 2, True),
         Tiles(32, 128, 8, 2, True),
-        Tiles(64, 64, 4, 2, True),
         Tiles(32, 128, 8, 2),
     ],
-    256: [Tiles(32, 64, 8, 1, True), Tiles(32, 32, 8, 1)],
+    256: [Tiles(64, 64, 8, 1, True), Tiles(32, 64, 8, 1, True), Tiles(32, 32, 8, 1)],
 }
 QUERY: Table = {
-    64: [Tiles(128, 64, 8, 3, True), Tiles(128, 128, 8, 2, True), Tiles(64, 64, 4, 2, True), Tiles(64, 64, 4, 2)],
-    128: [Tiles(128, 64, 8, 2, True), Tiles(64, 64, 8, 2, True), Tiles(64, 64, 4, 2, True), Tiles(128, 64, 8, 2)],
-    256: [Tiles(64, 32, 4, 2, True), Tiles(32, 32, 4, 1)],
+    64: [Tiles(64, 64, 4, 2, True), Tiles(128, 64, 8, 3, True), Tiles(128, 128, 8, 2, True), Tiles(64, 64, 4, 2)],
+    128: [Tiles(64, 64, 4, 2, True), Tiles(128, 64, 8, 2, True), Tiles(64, 64, 8, 2, True), Tiles(128, 64, 8, 2)],
+    256: [Tiles(64, 32, 4, 1, True), Tiles(64, 32, 4, 2, True), Tiles(32, 32, 4, 1)],
 }
 # with the gradients of entropy, masses and largest score: more numbers per row, so smaller tiles
 KEY_VALUE_STATISTICS: Table = {
-    64: [Tiles(32, 128, 8, 2, True), Tiles(32, 64, 4, 2, True), Tiles(32, 64, 4, 2)],
-    128: [Tiles(32, 64, 8, 2, True), Tiles(32, 64, 8, 2)],
+    64: [Tiles(64, 64, 4, 2, True), Tiles(32, 128, 8, 2, True), Tiles(32, 64, 4, 2, True), Tiles(32, 64, 4, 2)],
+    128: [Tiles(32, 64, 4, 2, True), Tiles(32, 64, 8, 2, True), Tiles(32, 64, 8, 2)],
     256: [Tiles(32, 32, 8, 1)],
 }
 QUERY_STATISTICS: Table = {
-    64: [Tiles(128, 64, 8, 3, True), Tiles(64, 64, 4, 2, True), Tiles(64, 64, 4, 2)],
-    128: [Tiles(128, 32, 8, 2, True), Tiles(64, 32, 4, 2, True), Tiles(64, 32, 4, 2)],
+    64: [Tiles(64, 32, 4, 3, True), Tiles(128, 64, 8, 3, True), Tiles(64, 64, 4, 2, True), Tiles(64, 64, 4, 2)],
+    128: [Tiles(64, 64, 4, 2, True), Tiles(128, 32, 8, 2, True), Tiles(64, 32, 4, 2, True), Tiles(64, 32, 4, 2)],
     256: [Tiles(32, 32, 4, 1)],
 }
 MASS: Table = {128: [Tiles(128, 64, 8, 3)], 256: [Tiles(128, 64, 8, 2)]}

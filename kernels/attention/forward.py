@@ -7,6 +7,10 @@ With s_j = scale q . k_j, m the running maximum, x_j = s_j - m and p_j = exp(x_j
 
     out = acc / L    lse = m + log L    H = (log L) l / L - e / L        L = l, or l + exp(z - m) with a sink logit z
 
+The mass of a span is its part of sum p_j. Tiles of keys within the span add the row sum that l gets too, by a factor of
+1 or 0 instead of a branch, which would keep the compiler from mixing a tile's products with its exponentials. Tiles at
+the span's edges are formed once more behind the pass, under a mask.
+
 Online softmax: Milakov and Gimelshein 2018; tiling: Dao 2023 (FlashAttention-2). e is summed around m, not as
 sum p_j s_j, because the entropy of scores that lie far from 0 would cancel.
 """
@@ -24,7 +28,20 @@ from kernels.attention.tiles import (
     sectioned,
     seen_keys,
     store_tile,
+    visible_keys,
 )
+
+
+@triton.jit
+def span_edges(spans, b, SPANS: tl.constexpr):
+    """First keys and ends of the spans of batch row b, as tuples of numbers."""
+    firsts = ()
+    stops = ()
+    for n in tl.static_range(SPANS):
+        at = spans + (tl.cast(b, tl.int64) * SPANS + n) * 2
+        firsts = firsts + (tl.load(at).to(tl.int32),)  # type: ignore[assignment]
+        stops = stops + (tl.load(at + 1).to(tl.int32),)  # type: ignore[assignment]
+    return firsts, stops
 
 
 @triton.jit(do_not_specialize=["scale", "T", "S", "H", "share", "section", "heads"])
@@ -39,6 +56,9 @@ def forward_kernel(
     entropy,
     largest,
     argmax,
+    spans,
+    mass,
+    visible,
     q_stride,
     k_stride,
     v_stride,
@@ -64,6 +84,7 @@ def forward_kernel(
     ENTROPY: tl.constexpr,
     LARGEST: tl.constexpr,
     ARGMAX: tl.constexpr,
+    SPANS: tl.constexpr,  # number of spans
     DESCRIPTOR: tl.constexpr,
 ):
     tiles = tl.cdiv(T, BLOCK_T)
@@ -94,6 +115,10 @@ def forward_kernel(
         e = tl.zeros([BLOCK_T], tl.float32)
     if ARGMAX:
         best = tl.full([BLOCK_T], 2147483647, tl.int32)
+    firsts, stops = span_edges(spans, b, SPANS)
+    masses = ()
+    for _ in tl.static_range(SPANS):
+        masses = masses + (tl.zeros([BLOCK_T], tl.float32),)  # type: ignore[assignment]
     scale2 = scale * LOG2E
 
     low, high, masked = key_tiles(start, end, bands, BLOCK_S)
@@ -113,7 +138,9 @@ def forward_kernel(
             tile_max = tl.max(scores, 1)
             if ARGMAX:
                 place = tl.min(tl.where(scores == tile_max[:, None], key_at[None, :], 2147483647), 1)
-                better = (tile_max > m) | ((tile_max == m) & (place < best))
+                better = tile_max > m
+                if phase == 1:  # tiles with a mask may lie before tiles already passed
+                    better = better | ((tile_max == m) & (place < best))
                 best = tl.where(better, place, best)
             m_new = tl.maximum(m, tile_max)
             base = m_new * scale2
@@ -129,7 +156,13 @@ def forward_kernel(
                 # before the first visible key shift is -inf and sum_p is 0
                 moved = tl.where(m == float("-inf"), 0.0, shift * sum_p)
                 e = a * (e + moved) + tl.sum(px, 1)
-            sum_p = sum_p * a + tl.sum(p, 1)
+            tile_sum = tl.sum(p, 1)
+            sum_p = sum_p * a + tile_sum
+            within = ()
+            for j in tl.static_range(SPANS):
+                whole = ((firsts[j] <= key) & (key + BLOCK_S <= stops[j])).to(tl.float32)
+                within = within + (masses[j] * a + whole * tile_sum,)  # type: ignore[assignment]
+            masses = within
             if HAS_OUT:
                 acc = acc * a[:, None]
                 v_tile = load_tile(v, b, key, g, v_stride, S, ALIGN, BLOCK_S, V, BLOCK_V, phase == 1, DESCRIPTOR)
@@ -154,6 +187,8 @@ def forward_kernel(
     tl.store(lse + at, (top + tl.log2(total)) * LN2, mask=inside)
     if ENTROPY:
         tl.store(entropy + at, (log_total * (sum_p * weight) - e * weight) * LN2, mask=inside)
+        if bh == 0:  # of all heads the same
+            tl.store(visible + row, visible_keys(query_at, bands).to(tl.int64), mask=inside)
     if LARGEST:
         tl.store(largest + at, m * scale, mask=inside)
     if ARGMAX:
@@ -161,3 +196,34 @@ def forward_kernel(
     if HAS_OUT:
         out += (tl.cast(b, tl.int64) * T * H + h) * V
         store_tile(out, acc * weight[:, None], first_row, H * V, T, BLOCK_T, V, BLOCK_V)
+    if SPANS > 0:
+        base = tl.where(m == float("-inf"), 0.0, base)
+        for n in tl.range(SPANS, num_stages=1):  # more stages would take shared memory from another program
+            first = 0
+            stop = 0
+            total = tl.zeros([BLOCK_T], tl.float32)
+            for j in tl.static_range(SPANS):
+                first = tl.where(n == j, firsts[j], first)
+                stop = tl.where(n == j, stops[j], stop)
+                total = tl.where(n == j, masses[j], total)
+            whole_from = tl.cdiv(first, BLOCK_S) * BLOCK_S
+            for edge in tl.static_range(2):
+                if edge == 0:
+                    key = first // BLOCK_S * BLOCK_S
+                    low = first
+                    high = tl.minimum(stop, whole_from)
+                else:
+                    key = tl.maximum(stop // BLOCK_S * BLOCK_S, whole_from)
+                    low = key
+                    high = stop
+                reached = (low < high) & (low <= end)
+                if len(bands) > 0:  # keys from the last sink on are seen through the narrowest window only
+                    reached = reached & ((low < bands[0][1]) | (high > start - bands[0][0] + 1))
+                if reached:
+                    k_tile = load_tile(k, b, key, g, k_stride, S, ALIGN, BLOCK_S, K, BLOCK_K, True, DESCRIPTOR)
+                    scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+                    key_at = key + tl.arange(0, BLOCK_S)
+                    seen = seen_keys(query_at[:, None], key_at[None, :], bands)
+                    seen = seen & ((key_at >= low) & (key_at < high))[None, :]
+                    total += tl.sum(tl.where(seen, tl.exp2(scores * scale2 - base[:, None]), 0.0), 1)
+            tl.store(mass + at * SPANS + n, total * weight, mask=inside)

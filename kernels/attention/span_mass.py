@@ -1,7 +1,7 @@
 """Attention mass on spans of keys, M_n = sum over visible j in I_n of exp(s_j - lse), from the forward kernel's lse.
 
-Only key tiles that meet a span are visited, so the cost follows the spans' lengths: a span of all keys costs the score
-half of another forward pass, a short one next to nothing.
+For more spans than the forward kernel keeps itself. Only key tiles that meet a span are visited, so the cost follows
+the spans' lengths: a span of all keys costs the score half of another forward pass, a short one next to nothing.
 """
 
 import triton

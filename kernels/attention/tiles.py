@@ -36,6 +36,21 @@ def seen_keys(query_at, key_at, bands):
 
 
 @triton.jit
+def visible_keys(query_at, bands):
+    """Number of keys that each query sees: the lengths of its intervals, as bands.visible_count."""
+    count = tl.zeros_like(query_at)
+    done = tl.zeros_like(query_at)
+    first = tl.zeros_like(query_at)
+    for j in tl.static_range(len(bands)):
+        band = bands[len(bands) - 1 - j]
+        stop = tl.minimum(band[1], query_at + 1)
+        count += tl.maximum(stop - tl.maximum(first, done), 0)
+        done = tl.maximum(done, stop)
+        first = query_at + 1 - band[0]
+    return count + tl.maximum(query_at + 1 - tl.maximum(first, done), 0)
+
+
+@triton.jit
 def low_segment(j: tl.constexpr, start, end, first, stop, bands, BLOCK: tl.constexpr):
     """Tiles [start, end) of the j-th interval below the window, counted from position 0, after tile `first`."""
     low = 0

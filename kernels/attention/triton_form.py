@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.attention.backward import PADDING, key_value_kernel, query_kernel, row_kernel
-from kernels.attention.bands import Band, binding, staircase, visible_count
+from kernels.attention.bands import Band, binding, staircase
 from kernels.attention.configurations import (
     FEW_ROWS,
     WIDEST,
@@ -29,6 +29,7 @@ from kernels.attention.span_mass import mass_kernel
 from kernels.attention.statistics import AttentionStatistics
 
 INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)
+FUSED_SPANS = 8  # masses of so many spans are kept by the forward kernel; more take a pass over their keys
 L2_BUDGET = 24 * 2**20  # bytes of operands that the heads of one section may stream; an H200 has 50 MB of L2
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BEST = (0, 0, 0)  # places in the lists of configurations: forward, key_value, query
@@ -72,15 +73,14 @@ def statistics_triton(
     query, key = query.to(work), key.to(work)
     value = None if value is None or rows is not None else value.to(work)
     if rows is None:
-        positions, at = None, torch.arange(offset, key.shape[1], device=query.device)
+        positions = None
     else:
-        query, at = query.index_select(1, rows), rows + offset
-        positions = at.to(torch.int32)
+        query, positions = query.index_select(1, rows), (rows + offset).to(torch.int32)
     with torch.autocast(query.device.type, enabled=False):
         query, scale = _positive(query, scale)
         flat = _flat(bands, key.shape[1])
         spans = None if spans is None else spans.to(torch.int64).contiguous()
-        out, lse, entropy, largest, place, mass = attention_forward(
+        out, lse, entropy, largest, place, mass, visible = attention_forward(
             query, key, value, positions, sink_logits, spans, flat, scale, True, argmax, list(configurations)
         )
         sink_mass = None
@@ -94,7 +94,7 @@ def statistics_triton(
         place if argmax else None,
         sink_mass,
         None if spans is None else mass,
-        visible_count(at, binding(bands, key.shape[1])),
+        visible,
     )
 
 
@@ -197,7 +197,8 @@ def _launch_forward(
     statistics: bool,
     argmax: bool,
     configuration: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    spans: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     b, t, h, k = query.shape
     s, g = key.shape[1:3]
     v = 0 if value is None else value.shape[-1]
@@ -206,11 +207,14 @@ def _launch_forward(
     lse = query.new_empty((b, h, t), dtype=torch.float32)
     entropy, largest = (lse.new_empty((b, h, t) if statistics else (0,)) for _ in range(2))
     place = lse.new_empty((b, h, t) if argmax else (0,), dtype=torch.int64)
+    n = 0 if spans is None else spans.shape[1]
+    mass = lse.new_empty((b, h, t, n) if n else (0,))
+    visible = lse.new_empty((t,) if statistics else (0,), dtype=torch.int64)
     align = _align(q_, k_, v_)
     describable = positions is None and _describable(align, q_, k_, v_)
     tiles = choose(forward_tiles(query.dtype, _padded(max(k, v))), configuration, describable)
     if positions is not None:
-        tiles = tiles._replace(rows=FEW_ROWS, keys=min(tiles.keys, 64), warps=min(tiles.warps, 4))
+        tiles = tiles._replace(rows=FEW_ROWS, keys=min(tiles.keys, 64), warps=min(tiles.warps, 4), registers=None)
     forward_kernel[(triton.cdiv(t, tiles.rows) * b * h,)](
         _descriptor(q_, tiles.rows) if tiles.descriptors else q_,
         _descriptor(k_, tiles.keys) if tiles.descriptors else k_,
@@ -222,6 +226,9 @@ def _launch_forward(
         entropy,
         largest,
         place,
+        spans,
+        mass,
+        visible,
         _steps(q_, align),
         _steps(k_, align),
         _steps(v_, align),
@@ -247,11 +254,13 @@ def _launch_forward(
         ENTROPY=statistics,
         LARGEST=statistics,
         ARGMAX=argmax,
+        SPANS=n,
         DESCRIPTOR=tiles.descriptors,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        maxnreg=tiles.registers,
     )
-    return out, lse, entropy, largest, place
+    return out, lse, entropy, largest, place, mass, visible
 
 
 def _launch_mass(
@@ -315,17 +324,18 @@ def attention_forward(
     statistics: bool,
     argmax: bool,
     configurations: list[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """out, lse, entropy, largest, argmax, mass; what is not asked for is empty. positions [T] are those of the
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """out, lse, entropy, largest, argmax, mass, visible; what is not asked for is empty. positions [T] are those of the
     queries, None for the last T; bands are window, sinks, window, sinks, ... of a staircase."""
     with torch.cuda.device_of(query):
-        out, lse, entropy, largest, place = _launch_forward(
-            query, key, value, positions, sink_logits, bands, scale, statistics, argmax, configurations[0]
-        )
-        mass = lse.new_empty((0,))
-        if spans is not None:
+        fused = spans is not None and 0 < spans.shape[1] <= FUSED_SPANS
+        out, lse, entropy, largest, place, mass, visible = _launch_forward(
+            query, key, value, positions, sink_logits, bands, scale, statistics, argmax, configurations[0],
+            spans if fused else None,
+        )  # fmt: skip
+        if spans is not None and not fused:
             mass = _launch_mass(query, key, positions, spans, lse, bands, scale)
-    return out, lse, entropy, largest, place, mass
+    return out, lse, entropy, largest, place, mass, visible
 
 
 @attention_forward.register_fake
@@ -339,6 +349,7 @@ def _(query, key, value, positions, sink_logits, spans, bands, scale, statistics
         lse.new_empty((b, h, t) if statistics else (0,)),
         lse.new_empty((b, h, t) if argmax else (0,), dtype=torch.int64),
         lse.new_empty((0,) if spans is None else (b, h, t, spans.shape[1])),
+        lse.new_empty((t,) if statistics else (0,), dtype=torch.int64),
     )
 
 
@@ -505,6 +516,7 @@ def attention_backward(
                 DESCRIPTOR=tiles.descriptors,
                 num_warps=tiles.warps,
                 num_stages=tiles.stages,
+                maxnreg=tiles.registers,
                 **constants,
             )
         if query_wanted:
@@ -529,6 +541,7 @@ def attention_backward(
                 DESCRIPTOR=tiles.descriptors,
                 num_warps=tiles.warps,
                 num_stages=tiles.stages,
+                maxnreg=tiles.registers,
                 **constants,
             )
     return dq, dk, dv, dz
@@ -570,7 +583,7 @@ def _(  # type: ignore[no-untyped-def]
 
 def _setup(ctx, inputs, output):  # type: ignore[no-untyped-def]
     query, key, value, positions, sink_logits, spans, bands, scale, statistics, _, configurations = inputs
-    out, lse, entropy, _, place, mass = output
+    out, lse, entropy, _, place, mass, _ = output
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(
         query, key, value, positions, sink_logits, spans, None if value is None else out, lse, entropy, place, mass
@@ -579,7 +592,7 @@ def _setup(ctx, inputs, output):  # type: ignore[no-untyped-def]
     ctx.statistics, ctx.spanned = statistics, spans is not None
 
 
-def _backward(ctx, d_out, d_lse, d_entropy, d_largest, d_place, d_mass):  # type: ignore[no-untyped-def]
+def _backward(ctx, d_out, d_lse, d_entropy, d_largest, d_place, d_mass, d_visible):  # type: ignore[no-untyped-def]
     saved = ctx.saved_tensors
     value = saved[2]
     wanted = ctx.needs_input_grad

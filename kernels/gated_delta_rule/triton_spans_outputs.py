@@ -56,11 +56,19 @@ def outputs_kernel(
     # beta of the read token, so that written rows are taken as they lie in memory
     scores = (scores * rate[None, :] * decays(summed, t, valid, block, False)).to(dtype)
     inner = first > begin  # where a span begins the state is 0 and the transition I
+    BRANCH: tl.constexpr = BK > 64 or C < 64  # else a mask is faster (measured)
+    in_map = in_key[:, None] & in_key[None, :]
     asked = queries.to(tl.float32)
-    if not SINGLE:  # noqa: SIM102 - one is known when the kernel is compiled, the other is not
+    if SINGLE:
+        pass
+    elif BRANCH:
         if inner:
-            transition = tl.load(states + V + key_at[None, :], mask=in_key[:, None] & in_key[None, :], other=0.0)
+            transition = tl.load(states + V + key_at[None, :], mask=in_map, other=0.0)
             asked = tl.dot(queries, transition, input_precision=PRECISION)
+    else:
+        transition = tl.load(states + V + key_at[None, :], mask=in_map & inner, other=0.0)
+        transition = tl.where((key_at[:, None] == key_at[None, :]) & ~inner, 1.0, transition).to(dtype)
+        asked = tl.dot(queries, transition, input_precision=PRECISION)
     asked *= faded[:, None]
     wrote = tl.load(written + V + key_at[None, :], mask=in_keys, other=0.0)
     asked += tl.dot(scores, wrote, input_precision=PRECISION)
@@ -69,10 +77,16 @@ def outputs_kernel(
         tl.store(pulled + b * p_b + h * p_h + t64[:, None] * p_t + key_at[None, :], asked, mask=in_keys)
     if OUTPUT:
         answer = tl.zeros([C, BV], tl.float32)
-        if not SINGLE:  # noqa: SIM102
+        in_state = in_key[:, None] & in_width[None, :]
+        if SINGLE:
+            pass
+        elif BRANCH:
             if inner:
-                state = tl.load(states + column[None, :], mask=in_key[:, None] & in_width[None, :], other=0.0)
+                state = tl.load(states + column[None, :], mask=in_state, other=0.0)
                 answer = faded[:, None] * tl.dot(queries, state, input_precision=PRECISION)
+        else:
+            state = tl.load(states + column[None, :], mask=in_state & inner, other=0.0)
+            answer = faded[:, None] * tl.dot(queries, state, input_precision=PRECISION)
         wrote = tl.load(written + column[None, :], mask=in_values, other=0.0)
         answer += tl.dot(scores, wrote, input_precision=PRECISION)
         answer *= scale

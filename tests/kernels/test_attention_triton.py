@@ -177,6 +177,23 @@ def test_statistics_are_the_loop(t, s, h, g, k, v, bands, sinks, dtype):
         check_gradients(gradients(outputs(result), ours), law_gradients, GRADIENT[dtype])
 
 
+@pytest.mark.parametrize("rows", [None, [0, 5, 69]])
+@pytest.mark.parametrize("number", [1, 3, 8, 9])
+def test_masses_of_few_and_many_spans(number, rows):
+    """Few are kept by the forward kernel, more take a pass of their own; spans that end inside tiles, at their edges,
+    hold all keys or none."""
+    x = operands(70, 70, 2, 1, 16, 16, True, b=2)
+    edges = [[0, 70], [16, 32], [3, 40], [64, 65], [9, 9], [1, 64], [33, 70], [0, 1], [69, 70]]
+    spans = torch.tensor([edges[:number], edges[::-1][:number]], device=DEVICE)
+    rows = None if rows is None else torch.tensor(rows, device=DEVICE)
+    options = {"bands": (Band(50, 3),), "spans": spans, "rows": rows}
+    expected = attention_statistics(**leaves(x, torch.float64), **options, impl="naive")
+    found = attention_statistics(**leaves(x), **options, impl="triton")
+    assert found.mass.shape == expected.mass.shape
+    assert relative(found.mass, expected.mass) <= 1e-5
+    assert (found.mass[expected.mass == 0] == 0).all()
+
+
 @pytest.mark.parametrize("name", STATISTICS)
 def test_gradient_of_one_statistic_alone(name):
     x = operands(20, 30, 2, 1, 16, 16, sinks=True, b=1)
@@ -329,6 +346,28 @@ def test_entropy_of_rows_with_known_entropy(impl):
         normal = normalised_entropy(entropy=flat.entropy, visible=flat.visible)
         assert torch.equal(normal.isnan()[0, 0], count == 1)
         assert ((normal - 1).abs()[..., count > 1] <= 4e-6).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("rows", [None, [0, 5, 69, 133]])
+@pytest.mark.parametrize("bands", [(), (Band(50, 3),), (Band(9, 0),)])
+def test_first_of_equal_scores(bands, rows, dtype):
+    """Whole numbers make most rows' largest score stand at several keys, within one group of keys and across groups."""
+    x = operands(140, 150, 2, 1, 16, 16, dtype=dtype)
+    for name in ("query", "key"):
+        x[name] = torch.randint(-1, 2, x[name].shape, generator=torch.Generator().manual_seed(3)).to(x[name])
+    x["key"][..., 3:] = 0
+    rows = None if rows is None else torch.tensor(rows, device=DEVICE)
+    options = {"bands": bands, "rows": rows, "scale": 1.0}
+    scores = torch.einsum("bthk,bshk->bhts", x["query"].double(), x["key"].double().expand(-1, -1, 2, -1))
+    at = torch.arange(10, 150, device=DEVICE)
+    hidden = ~visible(at, torch.arange(150, device=DEVICE), bands)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    top = scores == scores.amax(-1, keepdim=True)
+    assert (top.sum(-1) > 1).double().mean() > 0.5
+    first = torch.where(top, torch.arange(150, device=DEVICE), 150).amin(-1)
+    found = attention_statistics(**x, **options, impl="triton").argmax
+    assert torch.equal(found, first if rows is None else first[:, :, rows])
 
 
 def test_gradient_of_normalised_entropy_is_finite_beside_a_nan_row():
