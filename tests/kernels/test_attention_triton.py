@@ -177,16 +177,21 @@ def test_statistics_are_the_loop(t, s, h, g, k, v, bands, sinks, dtype):
         check_gradients(gradients(outputs(result), ours), law_gradients, GRADIENT[dtype])
 
 
+# how much longer than the interpreter's, head width, dtype
+SIZES = [(1, 16, torch.float32)] + [pytest.param(10, d, torch.bfloat16, marks=gpu) for d in (64, 128, 256)]
+
+
 @pytest.mark.parametrize("rows", [None, [0, 5, 69]])
 @pytest.mark.parametrize("number", [1, 3, 8, 9])
-def test_masses_of_few_and_many_spans(number, rows):
+@pytest.mark.parametrize(("times", "width", "dtype"), SIZES)
+def test_masses_of_few_and_many_spans(times, width, dtype, number, rows):
     """Few are kept by the forward kernel, more take a pass of their own; spans that end inside tiles, at their edges,
     hold all keys or none."""
-    x = operands(70, 70, 2, 1, 16, 16, True, b=2)
+    x = operands(70 * times, 70 * times, 2, 1, width, width, True, b=2, dtype=dtype)
     edges = [[0, 70], [16, 32], [3, 40], [64, 65], [9, 9], [1, 64], [33, 70], [0, 1], [69, 70]]
-    spans = torch.tensor([edges[:number], edges[::-1][:number]], device=DEVICE)
-    rows = None if rows is None else torch.tensor(rows, device=DEVICE)
-    options = {"bands": (Band(50, 3),), "spans": spans, "rows": rows}
+    spans = times * torch.tensor([edges[:number], edges[::-1][:number]], device=DEVICE)
+    rows = None if rows is None else times * torch.tensor(rows, device=DEVICE)
+    options = {"bands": (Band(50 * times, 3),), "spans": spans, "rows": rows}
     expected = attention_statistics(**leaves(x, torch.float64), **options, impl="naive")
     found = attention_statistics(**leaves(x), **options, impl="triton")
     assert found.mass.shape == expected.mass.shape
@@ -334,7 +339,9 @@ def test_entropy_of_rows_with_known_entropy(impl):
     one_hot["query"][..., 0], one_hot["key"][:, 0, :, 0] = 1.0, 1e4
     one_hot["query"].requires_grad_()
     result = attention_statistics(**one_hot, impl=impl)
-    assert not result.entropy.any()
+    # where scale and shift of a score are one rounded step, the largest differs from itself by the step's rounding
+    fused = impl == "triton" and DEVICE == "cuda"
+    assert result.entropy.abs().max() <= (4e-7 if fused else 0)
     assert not result.argmax.any()
     (slope,) = torch.autograd.grad(result.entropy.sum(), one_hot["query"])
     assert torch.isfinite(slope).all()
@@ -348,24 +355,24 @@ def test_entropy_of_rows_with_known_entropy(impl):
         assert ((normal - 1).abs()[..., count > 1] <= 4e-6).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize("rows", [None, [0, 5, 69, 133]])
 @pytest.mark.parametrize("bands", [(), (Band(50, 3),), (Band(9, 0),)])
-def test_first_of_equal_scores(bands, rows, dtype):
-    """Whole numbers make most rows' largest score stand at several keys, within one group of keys and across groups."""
-    x = operands(140, 150, 2, 1, 16, 16, dtype=dtype)
+@pytest.mark.parametrize(("times", "width", "dtype"), [*SIZES, (1, 16, torch.float16)])
+def test_first_of_equal_scores(times, width, dtype, bands, rows):
+    """Whole numbers make most rows' largest score stand at several keys, of one tile and of several."""
+    t, s = 140 * times, 150 * times
+    x = operands(t, s, 2, 1, width, width, dtype=dtype)
     for name in ("query", "key"):
         x[name] = torch.randint(-1, 2, x[name].shape, generator=torch.Generator().manual_seed(3)).to(x[name])
     x["key"][..., 3:] = 0
     rows = None if rows is None else torch.tensor(rows, device=DEVICE)
     options = {"bands": bands, "rows": rows, "scale": 1.0}
     scores = torch.einsum("bthk,bshk->bhts", x["query"].double(), x["key"].double().expand(-1, -1, 2, -1))
-    at = torch.arange(10, 150, device=DEVICE)
-    hidden = ~visible(at, torch.arange(150, device=DEVICE), bands)
-    scores = scores.masked_fill(hidden, -torch.inf)
+    at = torch.arange(s, device=DEVICE)
+    scores = scores.masked_fill(~visible(at[s - t :], at, bands), -torch.inf)
     top = scores == scores.amax(-1, keepdim=True)
     assert (top.sum(-1) > 1).double().mean() > 0.5
-    first = torch.where(top, torch.arange(150, device=DEVICE), 150).amin(-1)
+    first = torch.where(top, at, s).amin(-1)
     found = attention_statistics(**x, **options, impl="triton").argmax
     assert torch.equal(found, first if rows is None else first[:, :, rows])
 
