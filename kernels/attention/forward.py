@@ -144,7 +144,8 @@ def forward_kernel(
                 best = tl.where(better, place, best)
             m_new = tl.maximum(m, tile_max)
             base = m_new * scale2
-            shift = m * scale2 - base
+            # m * scale2 - base, rounded once as a device does, would not be 0 while the maximum stays, tile after tile
+            shift = (m - m_new) * scale2
             if phase == 1:  # a row may have met hidden keys only: m_new is -inf then
                 base = tl.where(m_new == float("-inf"), 0.0, base)
                 shift = tl.where(m_new == float("-inf"), 0.0, shift)
