@@ -11,6 +11,9 @@ The mass of a span is its part of sum p_j. Tiles of keys within the span add the
 1 or 0 instead of a branch, which would keep the compiler from mixing a tile's products with its exponentials. Tiles at
 the span's edges are formed once more behind the pass, under a mask.
 
+Exponents are s_j - base, rounded once, where base is m rounded in base 2. Sums move from base to base by the difference
+of these very numbers: another rounding of m - m' would make them drift, tile after tile.
+
 Online softmax: Milakov and Gimelshein 2018; tiling: Dao 2023 (FlashAttention-2). e is summed around m, not as
 sum p_j s_j, because the entropy of scores that lie far from 0 would cancel.
 """
@@ -30,6 +33,17 @@ from kernels.attention.tiles import (
     store_tile,
     visible_keys,
 )
+
+LOWEST = tl.constexpr(-3e38)
+
+
+@triton.jit
+def rounded(x):
+    """x, to be used in a sum; a device rounds a product and its sum only once unless something lies between.
+
+    -inf, of rows that have met hidden keys only, becomes finite, and so do differences.
+    """
+    return tl.maximum(x, LOWEST)
 
 
 @triton.jit
@@ -110,6 +124,7 @@ def forward_kernel(
         acc = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
     q_tile = load_tile(q, b, first_row, h, q_stride, T, ALIGN, BLOCK_T, K, BLOCK_K, True, DESCRIPTOR)
     m = tl.full([BLOCK_T], float("-inf"), tl.float32)  # of the products q . k, not yet scaled
+    base = rounded(m)
     sum_p = tl.zeros([BLOCK_T], tl.float32)
     if ENTROPY:
         e = tl.zeros([BLOCK_T], tl.float32)
@@ -143,20 +158,14 @@ def forward_kernel(
                     better = better | ((tile_max == m) & (place < best))
                 best = tl.where(better, place, best)
             m_new = tl.maximum(m, tile_max)
-            base = m_new * scale2
-            # m * scale2 - base, rounded once as a device does, would not be 0 while the maximum stays, tile after tile
-            shift = (m - m_new) * scale2
-            if phase == 1:  # a row may have met hidden keys only: m_new is -inf then
-                base = tl.where(m_new == float("-inf"), 0.0, base)
-                shift = tl.where(m_new == float("-inf"), 0.0, shift)
-            x = scores * scale2 - base[:, None]
+            base_new = rounded(m_new * scale2)
+            x = tl.fma(scores, scale2, -base_new[:, None])
             p = tl.exp2(x)
+            shift = base - base_new
             a = tl.exp2(shift)
             if ENTROPY:
                 px = tl.where(seen, p * x, 0.0) if phase == 1 else p * x
-                # before the first visible key shift is -inf and sum_p is 0
-                moved = tl.where(m == float("-inf"), 0.0, shift * sum_p)
-                e = a * (e + moved) + tl.sum(px, 1)
+                e = a * (e + shift * sum_p) + tl.sum(px, 1)
             tile_sum = tl.sum(p, 1)
             sum_p = sum_p * a + tile_sum
             within = ()
@@ -169,25 +178,31 @@ def forward_kernel(
                 v_tile = load_tile(v, b, key, g, v_stride, S, ALIGN, BLOCK_S, V, BLOCK_V, phase == 1, DESCRIPTOR)
                 acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
             m = m_new
+            base = base_new
 
     inside = row < T
     at = tl.cast(bh, tl.int64) * T + row
-    base = m * scale2
+    rest = 0.0
+    total = sum_p
+    if ENTROPY:  # from here on around m itself: a key that has all weight then leaves exactly 0
+        rest = tl.fma(m, scale2, -base)
+        largest_p = tl.exp2(rest)
+        others = (sum_p - largest_p) / largest_p
+        total = 1.0 + others
+        e = (e - rounded(largest_p * rest)) / largest_p - rest * others
+    weight = 1.0 / total
+    log_total = tl.log2(total)
     if HAS_SINK:
-        sink = tl.load(sink_logits + h).to(tl.float32) * LOG2E
-        top = tl.maximum(base, sink)
-        kept = tl.exp2(base - top)
-        total = sum_p * kept + tl.exp2(sink - top)
-        log_total = tl.log2(total) + (top - base)  # log L around the largest score
-        weight = kept / total
-    else:
-        top = base
-        total = sum_p
-        log_total = tl.log2(sum_p)
-        weight = 1.0 / sum_p
-    tl.store(lse + at, (top + tl.log2(total)) * LN2, mask=inside)
+        gap = tl.load(sink_logits + h).to(tl.float32) * LOG2E - base - rest
+        above = tl.maximum(gap, 0.0)
+        kept = tl.exp2(-above)
+        with_sink = total * kept + tl.exp2(gap - above)
+        weight = kept / with_sink
+        log_total = tl.log2(with_sink) + above
+    tl.store(lse + at, (base + (rest + log_total)) * LN2, mask=inside)
     if ENTROPY:
-        tl.store(entropy + at, (log_total * (sum_p * weight) - e * weight) * LN2, mask=inside)
+        tl.store(entropy + at, (log_total * (total * weight) - e * weight) * LN2, mask=inside)
+        weight = weight / largest_p  # of what was summed around base
         if bh == 0:  # of all heads the same
             tl.store(visible + row, visible_keys(query_at, bands).to(tl.int64), mask=inside)
     if LARGEST:
@@ -198,7 +213,6 @@ def forward_kernel(
         out += (tl.cast(b, tl.int64) * T * H + h) * V
         store_tile(out, acc * weight[:, None], first_row, H * V, T, BLOCK_T, V, BLOCK_V)
     if SPANS > 0:
-        base = tl.where(m == float("-inf"), 0.0, base)
         for n in tl.range(SPANS, num_stages=1):  # more stages would take shared memory from another program
             first = 0
             stop = 0
@@ -226,5 +240,5 @@ def forward_kernel(
                     key_at = key + tl.arange(0, BLOCK_S)
                     seen = seen_keys(query_at[:, None], key_at[None, :], bands)
                     seen = seen & ((key_at >= low) & (key_at < high))[None, :]
-                    total += tl.sum(tl.where(seen, tl.exp2(scores * scale2 - base[:, None]), 0.0), 1)
+                    total += tl.sum(tl.where(seen, tl.exp2(tl.fma(scores, scale2, -base[:, None])), 0.0), 1)
             tl.store(mass + at * SPANS + n, total * weight, mask=inside)

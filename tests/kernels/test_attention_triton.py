@@ -398,10 +398,11 @@ def test_entropy_of_scores_far_from_zero(impl):
     assert torch.equal(ours.argmax, law.argmax)
 
 
-@pytest.mark.parametrize(
-    ("keys", "width", "dtype"),
-    [(512, 16, torch.float32)] + [pytest.param(2**17, d, torch.bfloat16, marks=gpu) for d in (64, 128, 256)],
-)
+# keys, head width, dtype
+FAR = [(512, 16, torch.float32)] + [pytest.param(2**17, d, torch.bfloat16, marks=gpu) for d in (64, 128, 256)]
+
+
+@pytest.mark.parametrize(("keys", "width", "dtype"), FAR)
 def test_sums_do_not_drift_while_the_maximum_stays(keys, width, dtype):
     """The first key has the largest score, far from 0: what it left is carried through every later tile unchanged."""
     score = (torch.randn(keys, generator=torch.Generator().manual_seed(5)) + 90).to(dtype)
@@ -417,6 +418,23 @@ def test_sums_do_not_drift_while_the_maximum_stays(keys, width, dtype):
         p = seen.softmax(0)
         assert relative(found.mass[0, 0, row], torch.stack([p[:1].sum(), p[: keys // 2].sum()])) <= 1e-5
         assert relative(found.entropy[0, 0, row], torch.special.entr(p).sum()) <= 1e-5
+
+
+@pytest.mark.parametrize(("keys", "width", "dtype"), FAR)
+def test_sums_move_with_a_rising_maximum(keys, width, dtype):
+    """The largest score, far from 0, rises 256 times; sums must move by what its multiples were rounded to."""
+    query, key, value = (torch.zeros(1, n, 1, width, dtype=dtype, device=DEVICE) for n in (1, keys, keys))
+    rise = torch.arange(keys, device=DEVICE).double().mul(256 / keys).floor() / 64
+    query[..., :2], key[..., 0], key[0, :, 0, 1] = 1, 3072, rise.to(dtype)
+    value[0, : keys // 2] = 1
+    assert torch.equal(key[0, :, 0, 1].double(), rise)
+    spans = torch.tensor([[[0, keys // 2], [keys // 4 + 5, keys // 2]]], device=DEVICE)
+    found = attention_statistics(query=query, key=key, value=value, spans=spans, scale=0.7, impl="triton")
+    p = (rise * 0.7).softmax(0)
+    mass = torch.stack([p[first:stop].sum() for first, stop in spans[0].tolist()])
+    assert relative(found.mass[0, 0, 0], mass) <= 1e-5
+    assert relative(found.entropy[0, 0, 0], torch.special.entr(p).sum()) <= 1e-5
+    assert relative(found.out, mass[0].expand_as(found.out)) <= FORWARD[dtype]
 
 
 @pytest.mark.parametrize("scale", [1.0, -0.7, 0.0, 5])
