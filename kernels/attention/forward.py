@@ -14,8 +14,8 @@ the span's edges are formed once more behind the pass, under a mask.
 Exponents are s_j - base, rounded once, where base is m rounded in base 2. Sums move from base to base by the difference
 of these very numbers: another rounding of m - m' would make them drift, tile after tile.
 
-Online softmax: Milakov and Gimelshein 2018; tiling: Dao 2023 (FlashAttention-2). e is summed around m, not as
-sum p_j s_j, because the entropy of scores that lie far from 0 would cancel.
+Online softmax: Milakov and Gimelshein 2018; tiling: Dao 2023 (FlashAttention-2). e is summed around base and in the end
+counted from m, not as sum p_j s_j, because the entropy of scores that lie far from 0 would cancel.
 """
 
 import triton
