@@ -49,11 +49,6 @@ class Ranks:
         if self.store is not None and self.store.check(["failure"]):
             raise PeerError(self.store.get("failure").decode())
 
-    def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that this one stops."""
-        if self.store is not None and not isinstance(error, PeerError):
-            self.store.set("failure", f"rank {self.rank} of {self.world} stopped: {type(error).__name__}: {error}")
-
     def barrier(self) -> None:
         """Wait until every rank is here, however long that takes; PeerError as soon as one has failed."""
         key = self._key("barrier")
@@ -74,8 +69,18 @@ class Ranks:
         return json.loads(self.store.get(key))
 
     def leave(self) -> None:
-        """Wait for all ranks; rank 0 goes last, at most GOODBYE later, as it may host the store that others ask."""
+        """Wait for all ranks, then say goodbye."""
         self.barrier()
+        self._goodbye()
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks that this one stops, and say goodbye."""
+        if self.store is not None and not isinstance(error, PeerError):
+            self.store.set("failure", f"rank {self.rank} of {self.world} stopped: {type(error).__name__}: {error}")
+        self._goodbye()
+
+    def _goodbye(self) -> None:
+        """Rank 0 goes last, at most GOODBYE later, as it may host the store that others ask."""
         if self.store is not None:
             self.store.add("bye", 1)
             end = time.monotonic() + GOODBYE

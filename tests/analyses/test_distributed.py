@@ -32,6 +32,8 @@ SCRIPT = """
 
     def main(config):
         with distributed.session() as ranks:
+            if config.mode == "late" and ranks.rank == 1:
+                time.sleep(2)
             def compute(work):
                 def finished():
                     return len(list(Path(f"{{config.out}}.units").glob("*.h5")))
@@ -120,6 +122,7 @@ def jobs(tmp_path_factory):
     undistributed(folder / "finished.h5")
     planned = {
         "refused": ["--out", "finished.h5", "--seed", "8"],
+        "late": ["--out", "finished.h5", "--seed", "8", "--mode", "late"],
         "bad input": ["--out", "a.h5", "--mode", "bad input"],
         "waiting": ["--out", "b.h5", "--mode", "waiting"],
         "nonsense": ["--out", "c.h5", "--nope"],
@@ -136,8 +139,10 @@ def jobs(tmp_path_factory):
     return folder, {name: (codes[name], said(name, "out"), said(name, "err")) for name in planned}
 
 
-def test_a_refusal_is_said_once_and_ends_all_ranks(jobs):
-    codes, out, err = jobs[1]["refused"]
+@pytest.mark.parametrize("name", ["refused", "late"])
+def test_a_refusal_is_said_once_and_ends_all_ranks(jobs, name):
+    """Also a rank that looks for word when rank 0, whose process holds the store, has long refused."""
+    codes, out, err = jobs[1][name]
     assert codes == [2, 1]
     assert out == ["", ""]
     assert err[0].count("\n") == 1
